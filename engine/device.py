@@ -125,6 +125,10 @@ class Device:
         """An event behind all that is enqueued on `stream`, by default the current one."""
         return Event()
 
+    def record_use(self, tensor: Tensor) -> None:
+        """The current stream uses a tensor that another one may have allocated: its memory is not
+        given to others before that."""
+
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Returns when all streams are empty. Raises DeviceError after `timeout_s`."""
 
@@ -238,6 +242,9 @@ class CudaDevice(Device):
         event = torch.Event(self.torch_device)
         event.record(self.current_stream() if stream is None else stream)
         return event
+
+    def record_use(self, tensor: Tensor) -> None:
+        tensor.record_stream(self.current_stream())
 
     def synchronize(self, timeout_s: float | None = None) -> None:
         self._limit(timeout_s, lambda: torch.accelerator.synchronize(self.torch_device))

@@ -28,7 +28,7 @@ from rayzero.engine.recut import GroupSurvival
 from rayzero.engine.session import current_session, session_of_engine
 from rayzero.engine.settings import ConfigLike, Settings, resolve_config
 from rayzero.engine.state.load import LOAD_ALL, LoadOptions
-from rayzero.engine.state.save import full_state_dict
+from rayzero.engine.state.save import full_state_dict, iterate_full_params
 from rayzero.engine.training_step import TrainingStep
 from rayzero.engine.zero.unit import Unit
 
@@ -201,6 +201,15 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
         return self._step.reforming.with_peers(
             lambda: full_state_dict(self.module, self._runtime), by_new_ranks=by_new_ranks
         )
+
+    def iterate_params(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the parameters in full, (name, value), on every rank and on its device, in the
+        order of `module.named_parameters()`: for what sends the model elsewhere. Collective: every
+        rank iterates to the end, and trains on afterwards. A value may be the engine's own memory:
+        read it, and copy what is kept."""
+        self._step.meter.enter_phase("gather")
+        with_peers = self._step.reforming.with_peers
+        return iterate_full_params(self.module, self._runtime, with_peers)
 
     def save(
         self,

@@ -265,7 +265,7 @@ class RoleLimitsChanged:
 
 @dataclass(frozen=True)
 class RolloutsCounted:
-    """What the buffer of rollouts holds; `stages` has the role of each stage."""
+    """The buffer of rollouts was asked what it holds; `stages` has the role of each stage."""
 
     counts: RolloutCounts
     stages: tuple[str, ...]

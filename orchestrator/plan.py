@@ -139,6 +139,7 @@ def make_plan(
             worker_spec,
             functions.get(name, role.entrypoint),
             stages.get(name),
+            1 if spec.rollouts is None else spec.rollouts.group,
             spec.workers.start_timeout_s,
         )
         for name, role in spec.roles.items()
@@ -175,6 +176,7 @@ def _plan_role(
     trainer: WorkerSpec,
     entrypoint: str | bytes,
     stage: int | None,
+    group: int,
     start_timeout_s: float,
 ) -> RolePlan:
     cpus = role.workers.reserved_cpus
@@ -188,6 +190,7 @@ def _plan_role(
         "hang_timeout_s": role.recovery.hang_timeout_s,
         "role": name,
         "stage": stage,
+        "group": group,
         "start_timeout_s": start_timeout_s,
     }
     worker_spec = RoleWorkerSpec(**settings)
@@ -217,7 +220,6 @@ def _worker_spec(
             version_every_steps=_version_every_steps(spec),
         ),
         faults=tuple(map(parse_fault, spec.faults)),
-        rollout_group=0 if spec.rollouts is None else spec.rollouts.group,
         ledger=spec.ledger,
         run=f"{time_ns():020d}",
     )

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from rayzero.engine.redact import redact_url
 from rayzero.orchestrator import job_events
 from rayzero.orchestrator.numbers import Count, UnixTime
+from rayzero.orchestrator.policies.failure import Fault, FaultCause
+from rayzero.workers.messages import WorkerInfo
 
 MAX_ROLE_ENTRIES = 256
 """Entries of each list of a role; the newest."""
@@ -16,7 +18,7 @@ MAX_ROLE_ENTRIES = 256
 
 @dataclass(frozen=True)
 class RoleSize:
-    """From then on `workers` of the role run."""
+    """The number of a role's workers, from then on."""
 
     at_s: UnixTime
     workers: Count
@@ -49,6 +51,23 @@ class RoleFacts:
     finished: Count = 0
     sizes: tuple[RoleSize, ...] = ()
     seen_faults: tuple[RoleFaultEntry, ...] = ()
+
+    def faults_on_clock(self, now_s: float, unix_s: float) -> list[Fault]:
+        """The faults, as far as they are kept, for budgets: their times on this controller's clock,
+        and their workers without a node."""
+        nowhere = WorkerInfo(-1, "", "", "", 0)
+        return [
+            Fault(
+                FaultCause(fault.cause),
+                nowhere,
+                fault.number,
+                0,
+                fault.text,
+                now_s - max(0.0, unix_s - fault.at_s),
+            )
+            for fault in self.seen_faults
+            if fault.cause in set(FaultCause)
+        ]
 
     def with_workers(self, workers: int, at_s: float) -> RoleFacts:
         """The facts from then on, with so many workers."""

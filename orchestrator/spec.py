@@ -279,7 +279,7 @@ class Rollouts(SpecSection):
 
 
 class RoleSpec(SpecSection):
-    """Workers beside the ranks, without ranks and rendezvous."""
+    """Other workers of a job, without ranks and rendezvous."""
 
     entrypoint: _EntryPoint = Field(
         description="module:function, called once in each worker with its ctx"

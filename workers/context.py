@@ -116,8 +116,8 @@ class Context:
         Raises:
             ConfigError: the job has no rollouts, or the dataset is not one.
         """
-        spec = self._spec
-        if not spec.rollout_group:
+        group = self._session.assignment.rollout_group
+        if not group:
             raise ConfigError(
                 "ctx.rollouts() in a job without rollouts",
                 allowed="a job with roles that make them",
@@ -126,9 +126,9 @@ class Context:
         log = RolloutLog(
             prompts,
             self.seed,
-            spec.rollout_group,
+            group,
             lambda: (self.generation, self._session.assignment.rollouts),
-            spec.hang_timeout_s,
+            self._spec.hang_timeout_s,
         )
         source = LogSource(log, engine.progress, engine.state.register)
         return make_loader(engine.internals, source, collate_fn, None)

@@ -46,7 +46,6 @@ class WorkerSpec:
         engine_config: the parsed engine config.
         hang_timeout_s: a rank without progress for this long counts as hung.
         mirror: when to mirror the state into the vault, and when to make a checkpoint.
-        rollout_group: samples of each prompt, in a job with rollouts; else 0.
         ledger: record consumed sample ids under `output_dir`/ledger/`run`.
         run: id of this run of the job; ids of later runs sort after it.
         working_dir: the submitter's; used on the worker, if it exists there, and imported from.
@@ -67,7 +66,6 @@ class WorkerSpec:
     import_paths: tuple[str, ...]
     mirror: MirrorPolicy
     faults: tuple[FaultSpec, ...] = ()
-    rollout_group: int = 0
     ledger: bool = False
     run: str = ""
 
@@ -79,11 +77,13 @@ class RoleWorkerSpec(WorkerSpec):
 
     Args:
         stage: its place in the chain of the roles that make rollouts, from 0; None: it has none.
+        group: samples of each prompt.
         start_timeout_s: `workers.start_timeout_s` of the job: its first weights may take so long.
     """
 
     role: str = ""
     stage: int | None = None
+    group: int = 1
     start_timeout_s: float = 600.0
 
 
@@ -117,7 +117,8 @@ class GenerationSpec:
         parts: into how many a step is cut (`StepDivided`), if that is known; else 0.
         is_ahead: it has not begun: the function is called, and waits for it where it needs the
             state or other ranks. Then there is neither a store nor a state.
-        rollouts: the buffer that its ranks read from; None: the job has none.
+        rollout_group: samples of each prompt; 0: the job has no rollouts.
+        rollouts: the buffer of these that its ranks read from; None: there is none, or none yet.
         secret: of the store's keys.
     """
 
@@ -133,6 +134,7 @@ class GenerationSpec:
     notes: bytes = b""
     parts: int = 0
     is_ahead: bool = False
+    rollout_group: int = 0
     rollouts: BufferAddress | None = None
     secret: bytes = field(default_factory=lambda: os.urandom(32), repr=False)
 
@@ -246,7 +248,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class RoleReport:
-    """What a role's worker has reported since its last report.
+    """The report of a role's worker since its last one.
 
     Args:
         role, number: of the worker.
@@ -376,7 +378,7 @@ class Pinned(RankMessage):
 @dataclass(frozen=True)
 class Mirrored(RankMessage):
     """This rank's state of a step, with which the job or the generation begins, is in its vault,
-    where roles read weights. That of later steps is told by their reports."""
+    where roles read weights. Reports of steps say that of later ones."""
 
     step: int
 

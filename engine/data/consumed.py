@@ -27,7 +27,7 @@ class Consumed:
         extras, frontier = set(self.extras), self.frontier
         for number in numbers:
             if number < frontier or number in extras:
-                raise DataError(f"prompt {number} stands in the log of rollouts twice")
+                raise DataError(f"prompt {number} is in the log of rollouts twice")
             extras.add(number)
         while frontier in extras:
             extras.remove(frontier)

@@ -1,8 +1,8 @@
 """Training on the samples of a log that others write while the job runs: rollouts.
 
-The log is read by position, as a dataset is. What stands at a position is not known in advance, so
-the training state has, beside the sample cursor, which prompts were consumed up to there: whoever
-has lost the log writes the rest of it again from that. Each prompt is trained on exactly once, in
+The log is read by position, as a dataset is. The sample at a position is not known in advance, so
+the training state has, with the sample cursor, which prompts were consumed up to there: from that
+the rest of a lost log is written again. Each prompt is trained on exactly once, in
 whatever way the job went back and the log was lost.
 """
 

@@ -1,13 +1,18 @@
-"""Saves from a running engine: a checkpoint written by the ranks; the full state dict on rank 0.
+"""Saves from a running engine: a checkpoint written by the ranks; the full model, by unit.
 
 A job's own checkpoints are written by its vaults in the background. `save_state` is for explicit
 saves of a script, under torchrun or in a job; the format is the same. The tags of a folder share
 the files of frozen weights in its folder `base`.
+
+Rule of ordering: `full-params` (docs/engine.md).
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +24,7 @@ from rayzero.engine.checkpoint.manifest import DataFile, RankFile, make_manifest
 from rayzero.engine.checkpoint.store import join_url, open_store, split_url
 from rayzero.engine.checkpoint.writer import commit_checkpoint, write_rank_file
 from rayzero.engine.comm.collectives import Collectives, run_on_all_ranks
+from rayzero.engine.device import get_device
 from rayzero.engine.layout.state_index import BlockIndex
 from rayzero.engine.settings import Settings
 from rayzero.engine.state.ranges import pack_block
@@ -116,8 +122,9 @@ def full_state_dict(model: nn.Module, runtime: ZeroRuntime) -> dict[str, Tensor]
     gathered: dict[int, Tensor] = {}  # by the parameter's identity
     for unit in runtime.units:
         if isinstance(unit.weights, ShardedWeights):
-            values = _gather_unit(unit, unit.weights, runtime.collectives)
+            full = _gather_unit(unit, unit.weights, runtime.collectives, on_all_ranks=False)
             if is_target:
+                values = param_views(unit.layout, full.cpu())
                 gathered |= {id(p): v for p, v in zip(unit.params, values, strict=True)}
     if not is_target:
         return {}
@@ -132,9 +139,55 @@ def full_state_dict(model: nn.Module, runtime: ZeroRuntime) -> dict[str, Tensor]
     return state
 
 
-def _gather_unit(unit: Unit, weights: ShardedWeights, collectives: Collectives) -> list[Tensor]:
-    """The unit's parameters in CPU memory, on rank 0."""
+@torch.no_grad()
+def iterate_full_params(
+    model: nn.Module, runtime: ZeroRuntime, with_peers: Callable[[Callable[[], Tensor]], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the model's parameters in full, (name, value), on every rank and on its device, in the
+    order of `named_parameters()`. Collective: every rank iterates to the end.
+
+    A sharded unit is gathered when its first parameter is due, and released after its last one: at
+    most that of one block at a time, and that of parameters outside of all blocks. A replicated
+    value is the engine's own memory. `with_peers` calls what needs all ranks.
+    """
+    runtime.wait_weights()
+    sharded = {
+        id(param): (unit, unit.weights, index)
+        for unit in runtime.units
+        if isinstance(unit.weights, ShardedWeights)
+        for index, param in enumerate(unit.params)
+    }
+    params = list(model.named_parameters())
+    left = Counter(sharded[id(param)][0].name for _, param in params if id(param) in sharded)
+    gathered: dict[str, list[Tensor]] = {}  # by the unit's name
+    for number, (name, param) in enumerate(params):
+        device = get_device(param.device)
+        if number == 0:
+            device.synchronize()  # the consumer may be on a stream of its own
+        if id(param) not in sharded:
+            yield name, param.detach()
+            continue
+        unit, weights, index = sharded[id(param)]
+        if unit.name not in gathered:
+            gather = partial(_gather_unit, unit, weights, runtime.collectives, on_all_ranks=True)
+            gathered[unit.name] = param_views(unit.layout, with_peers(gather))
+            device.record_event().synchronize()
+        value = gathered[unit.name][index]
+        left[unit.name] -= 1
+        if not left[unit.name]:
+            del gathered[unit.name]
+        device.record_use(value)
+        yield name, value
+
+
+def _gather_unit(
+    unit: Unit, weights: ShardedWeights, collectives: Collectives, *, on_all_ranks: bool
+) -> Tensor:
+    """The unit's flat weights on its device; without elements where they are not wanted: only rank
+    0 wants them unless `on_all_ranks`."""
     shard = weights.shard.to(weights.device)  # it may be offloaded
-    full = shard.new_empty(unit.layout.numel if collectives.rank == 0 else 0)
-    collectives.gather(full, shard).wait()
-    return param_views(unit.layout, full.cpu()) if collectives.rank == 0 else []
+    wanted = on_all_ranks or collectives.rank == 0
+    full = shard.new_empty(unit.layout.numel if wanted else 0)
+    gather = collectives.all_gather if on_all_ranks else collectives.gather
+    gather(full, shard).wait()
+    return full

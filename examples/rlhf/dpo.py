@@ -43,7 +43,7 @@ def train(ctx: Context) -> dict[str, Any]:
 
 
 def pair_log_probs(policy: Any, pairs: Tensor) -> Tensor:
-    """Of the answers in pairs (B, 2, T): (B, 2)."""
+    """Sums over the answers of pairs (B, 2, T): (B, 2)."""
     tokens = pairs.flatten(0, 1)
     log_probs = answer_log_probs(policy(tokens), tokens) * answer_mask(tokens[:, PROMPT_LENGTH:])
     return log_probs.sum(1).view(-1, 2)

@@ -1,4 +1,4 @@
-"""Step 3: group-relative policy optimization, with generators and a judge beside the trainer.
+"""Step 3: group-relative policy optimization, with generators and a judge in other processes.
 
     rayzero run examples/rlhf/job.yaml
 

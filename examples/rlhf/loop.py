@@ -3,7 +3,7 @@ a judge that the trainer calls.
 
     python -m examples.rlhf.loop
 
-Reads the job files beside it. This is what the jobs compute at `max_version_lag: 0`, to the bit.
+Reads the job files in this folder. The jobs compute the same at `max_version_lag: 0`, to the bit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Judge = Callable[[Sequence[Sample]], list[Sample]]
 
 
 class LocalContext:
-    """What the training functions need of `ctx`.
+    """The part of `ctx` that the training functions need.
 
     Attributes:
         reported: the metrics of each step.
@@ -65,7 +65,7 @@ class LocalContext:
 
 
 class LocalRollouts:
-    """In the place of the loader of `ctx.rollouts`."""
+    """Replaces the loader of `ctx.rollouts`."""
 
     def __init__(self, engine: Any, make: Callable[[int], Batch]) -> None:
         self._engine = engine

@@ -50,7 +50,7 @@ class Sample:
 
 
 class Batch(NamedTuple):
-    """What a step is computed from. B answers of T tokens, with PAD behind the end."""
+    """The inputs of a step. B answers of T tokens, with PAD behind the end."""
 
     tokens: Tensor  # (B, PROMPT_LENGTH + T) int64
     mask: Tensor  # (B, T) float32: 1 at the answer's tokens, with its end
@@ -126,7 +126,7 @@ def collate(samples: Sequence[Sample]) -> Batch:
 
 
 def metrics(batch: Batch) -> dict[str, float]:
-    """For the job's page."""
+    """Returns metrics for the job's page."""
     return {
         "reward": batch.scores.mean().item(),
         "exact_match": batch.is_right.mean().item(),

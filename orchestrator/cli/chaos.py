@@ -39,12 +39,14 @@ def chaos(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random faults.")] = 0,
-    ranks: Annotated[int, typer.Option(help="Number of workers for the random faults.")] = 2,
-    steps: Annotated[int, typer.Option(help="Number of steps for the random faults.")] = 100,
-    role: Annotated[
+    ranks: Annotated[
         list[str] | None,
-        typer.Option(metavar="ROLE:N", help="A role with N workers, for the random faults, too."),
+        typer.Option(
+            metavar="N",
+            help="Number of workers for the random faults, 2 by default; also ROLE:N, of a role.",
+        ),
     ] = None,
+    steps: Annotated[int, typer.Option(help="Number of steps for the random faults.")] = 100,
     address: ClusterAddress = None,
     as_json: JsonValueFlag = False,
 ) -> None:
@@ -57,7 +59,7 @@ def chaos(
         _print_fault_language(as_json)
         return
     if count is not None:
-        _print_random_faults(count, seed, ranks, steps, role or [], as_json)
+        _print_random_faults(count, seed, ranks or [], steps, as_json)
         return
     name, *faults = name_and_faults or [""]
     if not (name and faults):
@@ -101,20 +103,21 @@ def _print_fault_language(as_json: bool) -> None:
 
 
 def _print_random_faults(
-    count: int, seed: int, ranks: int, steps: int, roles: list[str], as_json: bool
+    count: int, seed: int, ranks: list[str], steps: int, as_json: bool
 ) -> None:
     import yaml
 
     from rayzero.workers.chaos.spec import random_faults
 
-    workers = dict(map(_parse_role, roles))
-    faults = random_faults(seed, count, ranks, steps, roles=workers)
+    workers = dict(map(_parse_ranks, ranks))
+    faults = random_faults(seed, count, workers.pop("", 2), steps, roles=workers)
     schedule = {"faults": [str(fault) for fault in faults]}
     print(json.dumps(schedule) if as_json else yaml.safe_dump(schedule, width=1000).rstrip())
 
 
-def _parse_role(text: str) -> tuple[str, int]:
-    role, colon, workers = text.partition(":")
-    if not (role and colon and workers.isdecimal()):
-        raise typer.BadParameter(f"--role {text!r}: a role and its workers, as rollout:2")
+def _parse_ranks(text: str) -> tuple[str, int]:
+    """Returns the role, empty for the ranks, and its number of workers."""
+    role, _, workers = text.rpartition(":")
+    if not workers.isdecimal():
+        raise typer.BadParameter(f"--ranks {text!r}: a number of workers, or as rollout:2")
     return role, int(workers)

@@ -213,8 +213,8 @@ class WorkerGroup:
         return draining
 
     async def leave_nodes(self, draining: Collection[str]) -> None:
-        """For each reservation on these nodes another one is requested elsewhere; the old one is
-        removed with its worker."""
+        """Requests another reservation for each one on these nodes; the old one is removed with
+        its worker."""
         affected = [
             worker.reservation
             for worker in self._pool.workers

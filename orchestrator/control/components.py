@@ -91,23 +91,7 @@ class Components:
         vaults = self.vaults = VaultManager(
             loop, members, calls, groups, events, hang_timeout_s, self._on_process_died
         )
-        versions = WeightVersions(members, loop.changed.notify)
-        rollouts = RolloutBuffer(
-            plan.rollouts,
-            plan.rollout_chain,
-            loop,
-            members,
-            calls,
-            vaults,
-            failures,
-            versions,
-            events,
-            hang_timeout_s,
-        )
-        views = RoleViews(loop, members, rollouts, versions)
-        self.roles = RolePools(
-            plan.roles, deps.role_groups, groups, events, loop, machine, members, vaults, views
-        )
+        versions = self._build_roles(plan, deps, calls)
         injector = self.injector = ClusterFaultInjector(
             plan, loop, members, calls, groups, events, progress
         )
@@ -129,11 +113,49 @@ class Components:
         steps = StepReports(
             loop, members, events, progress, timer, speeds, replication, vaults, versions, injector
         )
+        self._build_inbox(deps, timer, steps, replication, versions, restore, hang_timeout_s)
+        self._build_generations(plan, deps, calls, timer, steps, restore)
+        self._build_scaling(plan, deps, calls)
+
+    def _build_roles(self, plan: JobPlan, deps: Dependencies, calls: Calls) -> WeightVersions:
+        """Makes the roles, their rollouts, and what tells them of new weights."""
+        loop, machine, members = self.loop, self.machine, self.members
+        events, groups, vaults = deps.events, deps.vaults, self.vaults
+        versions = WeightVersions(members, loop.changed.notify)
+        rollouts = RolloutBuffer(
+            plan.rollouts,
+            plan.rollout_chain,
+            loop,
+            members,
+            calls,
+            vaults,
+            self.failures,
+            versions,
+            events,
+            plan.worker_spec.hang_timeout_s,
+        )
+        views = RoleViews(loop, members, rollouts, versions)
+        roles = [(role, deps.role_groups[role.name]) for role in plan.roles]
+        self.roles = RolePools(roles, groups, events, loop, machine, members, vaults, views)
+        return versions
+
+    def _build_inbox(
+        self,
+        deps: Dependencies,
+        timer: RecoveryTimer,
+        steps: StepReports,
+        replication: Replication,
+        versions: WeightVersions,
+        restore: RestoreSelector,
+        hang_timeout_s: float,
+    ) -> None:
+        """Makes what the ranks' messages pass through."""
+        loop, members, failures = self.loop, self.members, self.failures
         dispatcher = MessageDispatcher(
             loop,
             members,
-            events,
-            progress,
+            deps.events,
+            self.progress,
             timer,
             steps,
             failures,
@@ -143,9 +165,7 @@ class Components:
             self.completion.begin,
         )
         dispatch, on_lost = dispatcher.dispatch, failures.on_worker_lost
-        self.inbox = WorkerInbox(loop, members, workers, hang_timeout_s, dispatch, on_lost)
-        self._build_generations(plan, deps, calls, timer, steps, restore)
-        self._build_scaling(plan, deps, calls)
+        self.inbox = WorkerInbox(loop, members, deps.workers, hang_timeout_s, dispatch, on_lost)
 
     def _build_generations(
         self,
@@ -192,7 +212,15 @@ class Components:
             plan, loop, machine, members, calls, events, inbox, failures
         )
         newcomers = Newcomers(
-            loop, machine, members, calls, workers, failures, injector, start_timeout_s
+            loop,
+            machine,
+            members,
+            calls,
+            workers,
+            failures,
+            injector,
+            start_timeout_s,
+            self.roles.rollouts.group,
         )
         replacements = Replacements(
             plan, loop, machine, members, calls, workers, events, self.progress, failures

@@ -24,6 +24,7 @@ class Newcomers:
 
     Args:
         _start_timeout_s: `workers.start_timeout_s`.
+        _rollout_group: see `GenerationSpec`.
     """
 
     _loop: JobLoop
@@ -34,6 +35,7 @@ class Newcomers:
     _failures: FailureHandler
     _injector: ClusterFaultInjector
     _start_timeout_s: float
+    _rollout_group: int
 
     async def prepare(self) -> bool:
         """Calls the functions of the selected workers that are new, before their generation begins,
@@ -63,6 +65,7 @@ class Newcomers:
                 survivors_stay=True,
                 parts=registry.limits.parts,
                 is_ahead=True,
+                rollout_group=self._rollout_group,
             )
             state, ranks = CallState.PREPARING, len(places)
             registry.calls = registry.calls | {

@@ -275,6 +275,7 @@ class Rendezvous:
             survivors_stay=any(it.is_waiting for it in registry.calls_of(assignments)),
             notes=notes,
             parts=registry.limits.parts,
+            rollout_group=self._rollouts.group,
             rollouts=rollouts,
         )
         self._note_calls(assignments)

@@ -1,4 +1,4 @@
-"""A role: a pool of independent workers beside the ranks, each started again alone."""
+"""A role: a pool of independent workers without ranks, each started again alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
+from time import time
 from typing import TYPE_CHECKING, Any
 
 from rayzero.orchestrator.aio import WORKER_POLL_S
@@ -82,9 +83,10 @@ class RolePool:
     def __post_init__(self) -> None:
         workers = self.plan.spec.workers
         self.least, self.most = workers.min, workers.most
-        limits = self._events.facts.roles.get(self.plan.name)
-        if limits is not None and limits.scaled is not None:  # of the run that is adopted
-            self.least, self.most = limits.scaled
+        past = self._events.facts.roles.get(self.plan.name)
+        if past is not None:  # of the run that is adopted
+            self.least, self.most = past.scaled or (self.least, self.most)
+            self._faults = past.faults_on_clock(self._loop.now_s(), time())
         recovery = self.plan.spec.recovery
         self._budget = FaultBudget(recovery.max_faults, recovery.fault_window_s)
 

@@ -1,4 +1,4 @@
-"""A role's worker, and what it is told of the job while its function runs."""
+"""A role's worker, and its view of the job while its function runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RoleWorker:
     number: int
     heard_at_s: float
     view: RoleView = field(default_factory=RoleView)
-    """The newest that it was told."""
+    """The newest that it has, or is being sent."""
     has_begun: bool = False
     hangs: bool = False
     step: int = 0
@@ -32,7 +32,7 @@ class RoleWorker:
 
 @dataclass(eq=False)
 class RoleViews:
-    """What the workers of all roles are told: vaults, the buffer of rollouts, weights."""
+    """The views of all roles' workers: vaults, the buffer of rollouts, weights."""
 
     _loop: JobLoop
     _members: Members

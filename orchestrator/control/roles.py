@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rayzero.engine.errors import ConfigError, did_you_mean
@@ -32,8 +32,7 @@ class RolePools:
 
     def __init__(
         self,
-        plans: Iterable[RolePlan],
-        groups: Mapping[str, WorkerGroup],
+        roles: Sequence[tuple[RolePlan, WorkerGroup]],
         vault_group: VaultGroup,
         events: EventBus,
         loop: JobLoop,
@@ -46,10 +45,9 @@ class RolePools:
         self._loop = loop
         self._members = members
         self.rollouts = views.rollouts
-        self._groups = groups
+        self._groups = [group for _, group in roles]
         vaults.on_other_process_ended = self._on_process_ended
-        for plan in plans:
-            group = groups[plan.name]
+        for plan, group in roles:
             calls = Calls(loop, group, vault_group, plan.worker_spec.hang_timeout_s)
             self.by_name[plan.name] = RolePool(
                 plan,
@@ -105,7 +103,7 @@ class RolePools:
 
     async def release(self) -> None:
         """Ends all processes, and removes their reservations."""
-        await asyncio.gather(*(group.release() for group in self._groups.values()))
+        await asyncio.gather(*(group.release() for group in self._groups))
 
     def _note_nodes(self) -> None:
         nodes = (pool.nodes for pool in self.by_name.values())

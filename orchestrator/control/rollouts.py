@@ -27,7 +27,7 @@ COUNT_INTERVAL_S = 1.0
 
 @dataclass(eq=False)
 class RolloutBuffer:
-    """Opens the buffer, tells it of new weights and lost workers, and ends the generation whose
+    """Opens the buffer, informs it of new weights and lost workers, and ends the generation whose
     ranks read from one that is lost: they cannot know what each other has read (rule `one-log`).
 
     Args:
@@ -51,6 +51,11 @@ class RolloutBuffer:
     _node: str = ""
     _vault: str = ""  # the address of the vault that the buffer is in
     _lost: tuple[int, ...] = ()  # workers, since the buffer was opened
+
+    @property
+    def group(self) -> int:
+        """Samples of each prompt; 0: the job has no rollouts."""
+        return 0 if self._plan is None else self._plan.group
 
     async def open(self, members: Sequence[WorkerInfo]) -> BufferAddress | None:
         """The buffer that a generation with these members, by rank, reads from. It stays where it
@@ -120,7 +125,7 @@ class RolloutBuffer:
         self.address = None
         self._loop.changed.notify()
         self._events.warn(
-            "the buffer of rollouts was lost with its vault: the ranks go on with a new one, and "
-            "prompts that they have not trained on are issued again"
+            "the buffer of rollouts was lost with its vault: the ranks continue with a new one, "
+            "and prompts that they have not trained on are issued again"
         )
         self._failures.on_buffer_lost()

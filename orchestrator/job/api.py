@@ -52,7 +52,7 @@ EntryPoint: TypeAlias = str | Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Role:
-    """Workers of a job beside its ranks, which run a function of their own: generators, rewards,
+    """Workers of a job that are no ranks, with a function of their own: generators, rewards,
     servers. Each is started again alone.
 
     Args:

@@ -156,7 +156,7 @@ def status_from_journal(path: str, name: str) -> JobStatus:
 
 
 def _role_status(workers: Any, facts: RoleFacts) -> RoleStatus:
-    """Of a role none of whose workers runs."""
+    """Returns the status of a role none of whose workers runs."""
     least, most = facts.scaled or (int(workers["min"]), int(workers["max"]))
     faults = dict(sorted(facts.faults.items()))
     return RoleStatus(0, least, most, facts.finished, faults)

@@ -42,14 +42,14 @@ def role_rows(job: JobMetrics) -> dict[str, dict[str, Any]]:
 
 
 def rollout_row(job: JobMetrics) -> dict[str, Any] | None:
-    """What the buffer of rollouts holds, with tasks by role; None without one."""
+    """The counts of the buffer of rollouts, with tasks by role; None without one."""
     if (event := job.roles.rollouts) is None:
         return None
     counts = event.counts
     by_role = ("waiting", "leased", "expired", "wait_s")
     return {
         **vars(counts),
-        **{name: dict(zip(event.stages, getattr(counts, name), strict=False)) for name in by_role},
+        **{name: dict(zip(event.stages, getattr(counts, name), strict=True)) for name in by_role},
     }
 
 

@@ -1,12 +1,10 @@
-"""What the workers of a job's roles report, and what its buffer of rollouts holds. No clock, no
-I/O."""
+"""The reports of a job's roles, and the counts of its buffer of rollouts. No clock, no I/O."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import zip_longest
 
 from rayzero.orchestrator.job_events import RolloutsCounted
 from rayzero.workers.messages import RoleReport, Spread
@@ -17,7 +15,7 @@ MAX_ROLE_VALUES = 100
 
 @dataclass
 class RoleValues:
-    """What the workers of one role have reported.
+    """The reports of one role's workers, together.
 
     Args:
         tokens, weights_wait_s: totals of all workers.
@@ -51,7 +49,7 @@ class RoleValues:
                 self._of_step[name] = spread if earlier is None else earlier + spread
 
     def take_step(self, step_s: float) -> Iterator[tuple[str, Spread]]:
-        """What was reported since the last step of the job, which took `step_s`."""
+        """Yields what was reported since the last step of the job, which took `step_s`."""
         yield from self._of_step.items()
         tokens, self._tokens_before = self.tokens - self._tokens_before, self.tokens
         wait_s = self.weights_wait_s - self._weights_wait_before_s
@@ -94,7 +92,8 @@ class RoleTable:
         if self.rollouts is None:
             return values
         counts = self.rollouts.counts
-        waits = zip_longest(self.rollouts.stages, counts.wait_s, self._task_wait_s, fillvalue=0.0)
+        before = self._task_wait_s or (0.0,) * len(counts.wait_s)
+        waits = zip(self.rollouts.stages, counts.wait_s, before, strict=True)
         for role, wait_s, before_s in waits:  # less than before: of another buffer
             values[f"roles/{role}/task_wait_s"] = one(
                 wait_s - before_s if wait_s >= before_s else wait_s

@@ -10,7 +10,7 @@ from typing import Any
 from rayzero.engine.redact import redact_document, redact_url
 from rayzero.orchestrator.job_file import to_document
 from rayzero.orchestrator.metrics.goodput import TimeBreakdown
-from rayzero.orchestrator.metrics.job_metrics import JobMetrics
+from rayzero.orchestrator.metrics.job_metrics import JobMetrics, ReplicaMetrics
 from rayzero.orchestrator.metrics.rank_metrics import RankMetrics, RankMetricsTable
 from rayzero.orchestrator.metrics.role_metrics import role_rows, rollout_row
 from rayzero.orchestrator.spec import JobSpec
@@ -31,7 +31,6 @@ def make_snapshot(metrics: JobMetrics) -> dict[str, Any]:
     """
     facts, steps = metrics.facts, metrics.steps
     record = steps.last_record
-    replica = metrics.replicas.own_node
     value = {
         "format": SNAPSHOT_FORMAT,
         "version": version("rayzero"),
@@ -75,14 +74,19 @@ def make_snapshot(metrics: JobMetrics) -> dict[str, Any]:
         "checkpoints": list(map(vars, facts.checkpoints)),
         "checkpoint_failures": facts.checkpoints_failed,
         "steps_redone": facts.steps_redone,
-        "replicas": {
-            "step": replica.step,
-            "at_s": replica.at_unix_s,
-            "bytes": replica.nbytes,
-            "step_on_other_nodes": metrics.replicas.other_nodes.step,
-        },
+        "replicas": _replica_row(metrics.replicas),
     }
     return {key: finite_json(item) for key, item in value.items()}
+
+
+def _replica_row(replicas: ReplicaMetrics) -> dict[str, Any]:
+    own = replicas.own_node
+    return {
+        "step": own.step,
+        "at_s": own.at_unix_s,
+        "bytes": own.nbytes,
+        "step_on_other_nodes": replicas.other_nodes.step,
+    }
 
 
 def _goodput_row(times: TimeBreakdown) -> dict[str, Any]:

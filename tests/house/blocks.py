@@ -21,6 +21,7 @@ JOBS = "tests/integration/test_guide_sessions.py::test_jobs_in_python_run_as_wri
 COMMANDS = "tests/integration/test_guide_sessions.py::test_commands_of_a_job_run_as_written"
 LAUNCHED = "tests/huggingface/test_launched_scripts.py"
 INSTALLED = "tests/deploy/test_guide.py"
+CHAT = "tests/examples/test_rlhf_chat.py"
 NOT_RUN = "not run: "
 PYTHON = {
     "README.md": FIRST,
@@ -30,6 +31,7 @@ PYTHON = {
     "docs/faults.md": f"{README}::test_ledger_block",
     "docs/huggingface.md": f"{README}::test_accelerate_block",
     "docs/from-ray-train.md": JOBS,
+    "docs/vllm.md": "tests/vllm/test_guide.py",
 }
 BASH = {
     "README.md": {
@@ -65,6 +67,9 @@ BASH = {
     "docs/faults.md": {
         "rayzero": COMMANDS,
         "rayzero run job.yaml --set 'faults": f"{NOT_RUN}README's with another step, run by KILL",
+    },
+    "docs/from-rlhf.md": {
+        "python -m examples.rlhf.chat": f"{CHAT}::test_the_guides_commands",
     },
     "docs/huggingface.md": {
         "rayzero launch": LAUNCHED,

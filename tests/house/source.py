@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("engine", "workers", "orchestrator")
+ADAPTERS = ("/deepspeed", "/huggingface", "/vllm")
 FOLDERS = ("*.md", "docs/*.md", "examples/**/*.md", "helm/**/*.md", "manifests/*.md")
 PAGES = [page for pattern in FOLDERS for page in sorted(ROOT.glob(pattern))]
 COMMAND = re.compile(r"(?:^|\s)(?:\S*python3? -m )?rayzero (?=[a-z-])")
@@ -45,7 +46,7 @@ def parse(name: str, text: str, *, is_package: bool = False) -> Module:
 def packages() -> list[Module]:
     """The modules of the import package `rayzero`, under their import names."""
     # The other folders of rayzero/ are symbolic links to PACKAGES.
-    folders = [ROOT / f"rayzero{name}" for name in ("", "/deepspeed", "/huggingface")]
+    folders = [ROOT / f"rayzero{name}" for name in ("", *ADAPTERS)]
     paths = [("rayzero", path) for folder in folders for path in sorted(folder.glob("*.py"))]
     return [*_read(ROOT / "rayzero", paths), *(m for p in PACKAGES for m in _folder(p, "rayzero."))]
 

@@ -174,7 +174,7 @@ RULES: dict[Callable[[Sequence[Module]], list[str]], tuple[int, dict[str, str]]]
     ),
     import_cycles: (0, {"p.a": "import p.b", "p.b": "def f():\n from p import a"}),
     class_names_used_twice: (0, {"p.a": "class C: ...", "p.b": "class C: ..."}),
-    functions_with_many_arguments: (3, {"p.a": "def f(a, b, c, d, e, f, g, h, i): ..."}),
+    functions_with_many_arguments: (4, {"p.a": "def f(a, b, c, d, e, f, g, h, i): ..."}),
     large_records: (2, {"p.a": "@dataclass\nclass C:\n" + " a: int\n" * 17}),
 }
 

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import textwrap
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 
 from rayzero.orchestrator.cli.app import app
 from tests.house.source import FENCED, PAGES, ROOT, commands
+from tests.vllm import stand_in
 
 USAGE_ERROR: Any = typer.BadParameter.__base__
 ROOT_COMMAND: Any = get_command(app)
@@ -88,7 +90,9 @@ def mentions(page: str) -> Iterator[str]:
 
 
 def _can_be_imported(module: str, name: str) -> bool:
-    home = import_module(module)
+    needs_vllm = module.startswith("rayzero.vllm")
+    with stand_in.installed() if needs_vllm else nullcontext():
+        home = import_module(module)
     is_package = hasattr(home, "__path__")
     return hasattr(home, name) or (is_package and find_spec(f"{module}.{name}") is not None)
 

@@ -27,6 +27,7 @@ REASONS = {
         workers.step_report: GPU_INTERVAL_S
         orchestrator.control.calls: EXIT_POLL_S
         orchestrator.control.role_pool: CHECK_INTERVAL_S
+        orchestrator.control.rollouts: COUNT_INTERVAL_S
         orchestrator.top.follow: REFRESH_S LINE_INTERVAL_S
         orchestrator.journal.entries: DEFAULT_STEP_INTERVAL_S
         orchestrator.aio: WORKER_POLL_S

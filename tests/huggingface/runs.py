@@ -18,6 +18,23 @@ RECORDED: dict[str, list[list[float]]] = json.loads(
 )
 
 
+# DDP's, by `torchrun --nproc-per-node 2 NAME.py`, where DeepSpeed's were not recorded.
+DDP_LOSSES = {
+    # With ACCELERATE_USE_CPU=true. It brings no config: DeepSpeed's ranks would train alone, as
+    # Accelerate finds no GPU.
+    "accelerate_nlp": [
+        *(0.6926331520080566, 0.6909686326980591, 0.6942183971405029, 0.6978262662887573),
+        *(0.6925313472747803, 0.6892510652542114, 0.6901026964187622, 0.6900798082351685),
+        *(0.6923568844795227, 0.6925336122512817, 0.689665675163269, 0.6923370361328125),
+    ],
+    # Without --deepspeed; losses and norms.
+    "trl_online_dpo": [
+        *(0.6931, 0.8403571248054504, 0.6874, 0.8096469044685364),
+        *(0.7317, 0.7374534606933594, 0.701, 0.7447013854980469),
+    ],
+}
+
+
 def run(command: list[str], timeout_s: float = 1100) -> str:
     """What a command printed; python's scripts are those of this interpreter's environment."""
     variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}

@@ -18,21 +18,12 @@ import pytest
 import ray
 
 from tests.house.source import commands
-from tests.huggingface.runs import recorded
+from tests.huggingface.runs import DDP_LOSSES, recorded
 from tests.scripts.together import FILES, HERE, RUNS
 
 pytestmark = pytest.mark.slow
-SAMPLE = ("ds_gan", "hf_run_glue", "trl_dpo", "peft_lora", "accelerate_nlp")
+SAMPLE = ("ds_gan", "hf_run_glue", "trl_dpo", "trl_online_dpo", "peft_lora", "accelerate_nlp")
 ALL = tuple(name for name in RUNS if name != "check_equal")  # that one is a test, not a script
-# By `ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 accelerate_nlp.py`: DDP. It brings no
-# config, and the recorded ones are those of ranks that train alone, as Accelerate finds no GPU.
-DDP_LOSSES = {
-    "accelerate_nlp": [
-        *(0.6926331520080566, 0.6909686326980591, 0.6942183971405029, 0.6978262662887573),
-        *(0.6925313472747803, 0.6892510652542114, 0.6901026964187622, 0.6900798082351685),
-        *(0.6923568844795227, 0.6925336122512817, 0.689665675163269, 0.6923370361328125),
-    ]
-}
 RUNS_ALL = os.environ.get("RAYZERO_ALL_SCRIPTS") == "1"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.huggingface.runs import ROOT, recorded, run
+from tests.huggingface.runs import DDP_LOSSES, ROOT, recorded, run
 from tests.scripts.together import HERE, RUNS
 
 pytestmark = pytest.mark.timeout(1200)  # all scripts in one fixture, next to other tests
@@ -56,6 +56,13 @@ def test_losses_equal_deepspeeds(printed: dict[str, list[dict[str, Any]]]) -> No
                 assert ours["losses"] == pytest.approx(theirs, rel=1e-5), (name, index)
                 compared += 1
     assert compared == 26
+
+
+@pytest.mark.slow
+def test_online_dpo_equals_ddp(printed: dict[str, list[dict[str, Any]]]) -> None:
+    """Losses and norms, as what is sampled; at stages 2 and 3."""
+    for ours in printed["trl_online_dpo"]:
+        assert ours["losses"] == pytest.approx(DDP_LOSSES["trl_online_dpo"], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@ each prompt is trained on exactly once."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -105,6 +106,10 @@ def test_each_prompt_is_trained_on_once(no_leaks: None, tmp_path: Path):
         oracle = plain_torch(log_of_steps[: int(step)], 0)
         expected_total = sum(value.sum().item() for value in oracle.values())
         assert float(total) == pytest.approx(expected_total, rel=1e-9)
+    curves = json.loads((folder / "history.json").read_text())["curves"]
+    assert max(row[3] if len(row) > 2 else row[1] for row in curves["rollouts/lag"]) <= 1
+    for name in ("task_wait_s", "weights_wait_s"):
+        assert sum(row[1] for row in curves[f"roles/rollout/{name}"]) > 0
     weights = torch.load(folder / "weights.pt", weights_only=True)
     for name, expected in plain_torch(log_of_steps, 0).items():
         torch.testing.assert_close(weights[name], expected, rtol=1e-9, atol=1e-12)

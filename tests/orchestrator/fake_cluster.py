@@ -53,7 +53,7 @@ from rayzero.workers.messages import (
 )
 from rayzero.workers.rollouts.address import BufferAddress
 from rayzero.workers.rollouts.counts import RolloutCounts
-from rayzero.workers.rollouts.ledger import RolloutPlan
+from rayzero.workers.rollouts.ledger import RolloutLedger, RolloutPlan
 from rayzero.workers.stacks import Stacks
 from rayzero.workers.vault.records import ConnectionLost, SlotInfo, SlotRef, VaultGoneError
 
@@ -655,7 +655,7 @@ class FakeVaultGroup:
         if vault.rollouts is None:
             raise VaultGoneError("no buffer")
         vault.told = generation, version, lost
-        return RolloutCounts((0,), (0,), 0, 0, version, 0, vault.rollouts.max_bytes, 1)
+        return replace(RolloutLedger(vault.rollouts).counts(), published=version)
 
     async def close_rollouts(self, node_id: str) -> None:
         self._vault(node_id).rollouts = None

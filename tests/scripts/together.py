@@ -108,6 +108,10 @@ RUNS: dict[str, list[tuple[str, ...] | list[str]]] = {
         trainer(1, *SHORT, *GRPO),
         trainer(0, *SHORT, *GRPO),
     ],
+    "trl_online_dpo": [
+        trainer(stage, *SHORT, "--max_new_tokens", "8", "--learning_rate", "1e-2")
+        for stage in (2, "3_torch")
+    ],
     "trl_reward": [*(trainer(stage, *SHORT) for stage in (0, 1, 2, "3_torch"))],
     "peft_lora": [("--stage", "2", "--output_dir", "{out}"), ("--output_dir", "{out}")],
     "llava_like": [

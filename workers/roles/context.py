@@ -105,7 +105,7 @@ class RoleContext:
             lambda: self._host.view.buffer,
             self._host.index,
             stage,
-            self._spec.rollout_group,
+            self._spec.group,
             self._spec.hang_timeout_s,
             self.check,
             prompts,

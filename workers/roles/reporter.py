@@ -1,4 +1,4 @@
-"""What a role's function reports, until the controller asks for it."""
+"""Collects what a role's function reports, until the controller asks for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rayzero.workers.step_report import COUNTER_NAMES, check_name, to_number
 
 
 class RoleReporter:
-    """Of one worker. Filled by any thread of the function, emptied by a command thread."""
+    """Filled by any thread of one worker's function, emptied by a command thread."""
 
     def __init__(self) -> None:
         self._lock = Lock()

@@ -1,4 +1,4 @@
-"""What a role's worker knows of its job. Imports no torch: the controller makes it."""
+"""A role's worker's view of its job. Imports no torch: the controller makes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TASKS_PHASE = "tasks"
 
 @dataclass(frozen=True)
 class RoleView:
-    """The job, as the controller last told a role's worker.
+    """The job, as the controller last described it to a role's worker.
 
     Args:
         vault: the address of its node's vault; empty: it has none at the moment.

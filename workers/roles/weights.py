@@ -9,7 +9,7 @@ from torch import nn
 
 from rayzero.workers.roles.reporter import RoleReporter
 from rayzero.workers.weights.directory import WeightVersion
-from rayzero.workers.weights.reader import WeightReader
+from rayzero.workers.weights.reader import LentVersion, WeightReader
 
 
 class RoleWeights:
@@ -34,7 +34,16 @@ class RoleWeights:
     def refresh(self, model: nn.Module, engine: str | None = None) -> WeightVersion:
         """Brings a model to the newest version, in place: see `WeightReader.refresh`. It is at
         least as new as the one that admitted the worker's last task."""
+        return self._timed(lambda: self.reader.refresh(model, engine, self._least()))
+
+    def lend(
+        self, read: Callable[[LentVersion], object], loaded: WeightVersion | None = None
+    ) -> WeightVersion:
+        """Has other processes of this node read the newest version: see `WeightReader.lend`."""
+        return self._timed(lambda: self.reader.lend(read, loaded, self._least()))
+
+    def _timed(self, refresh: Callable[[], WeightVersion]) -> WeightVersion:
         began_s = monotonic()
-        version = self.reader.refresh(model, engine, self._least())
+        version = refresh()
         self._reporter.add_refresh(version.step, monotonic() - began_s)
         return version

@@ -1,4 +1,4 @@
-"""Where a buffer of rollouts is found. Imports no torch."""
+"""The address of a buffer of rollouts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class BufferAddress:
-    """Where a buffer of rollouts listens, and the secret that it admits."""
+    """The address on which a buffer of rollouts listens, and the secret that it admits."""
 
     host: str
     port: int

@@ -1,4 +1,4 @@
-"""What a buffer of rollouts holds, in numbers. Imports no torch: the controller reads them."""
+"""The numbers of a buffer of rollouts. Imports no torch: the controller reads them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RolloutCounts:
     nbytes: int
     max_bytes: int
     max_version_lag: int
-    lag_mean: float | None = None
-    lag_max: int | None = None
-    expired: tuple[int, ...] = ()
-    wait_s: tuple[float, ...] = ()
+    lag_mean: float | None
+    lag_max: int | None
+    expired: tuple[int, ...]
+    wait_s: tuple[float, ...]

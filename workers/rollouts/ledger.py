@@ -2,7 +2,7 @@
 
 A prompt is issued with its content, and its task goes through the stages: at each it waits, is
 leased to a worker, and done; lost and expired leases are leased again, and what comes late of an
-old lease is refused. After the last stage it is ready, and stands in the log from when the trainer
+old lease is refused. After the last stage it is ready, and is in the log from when the trainer
 asks for more. The log is a cache: the trainer's state tells what was consumed.
 
 Staleness. The batch of step s trains on the weights of s finished steps. Prompt number p may be
@@ -109,8 +109,7 @@ class RolloutLedger:
         self._next = 0  # no prompt below is missing
         self._nbytes = 0
         self._ready: set[int] = set()  # not in the log
-        self._finished = Counter[str]()  # tasks that became ready, and their bytes
-        self._expired = [0] * len(plan.lease_s)  # leases, by stage
+        self._totals = Counter[str]()  # tasks that became ready, their bytes; expired leases
 
     @property
     def published(self) -> int:
@@ -166,12 +165,12 @@ class RolloutLedger:
             self._waiting[task.stage].add(number)
             return True
         self._ready.add(number)
-        self._finished.update(tasks=1, nbytes=task.nbytes)
+        self._totals.update(tasks=1, nbytes=task.nbytes)
         self._may_grow = True
         return True
 
     def extend(self, attempts: Iterable[int], now_s: float) -> None:
-        """A sign of life from the leases with these attempts: their limit begins anew."""
+        """A sign of life from the leases with these attempts: their limit starts again."""
         for attempt in attempts:
             if (lease := self._leases.get(attempt)) is not None:
                 until_s = now_s + self.plan.lease_s[lease.stage]
@@ -185,8 +184,7 @@ class RolloutLedger:
     def expire(self, now_s: float) -> bool:
         """Ends the leases whose limit has passed. Returns whether there are any."""
         ended = [it for it in self._leases.values() if it.until_s <= now_s]
-        for lease in ended:
-            self._expired[lease.stage] += 1
+        self._totals.update(f"expired {lease.stage}" for lease in ended)
         return self._return(ended)
 
     def publish(self, generation: int, version: int) -> None:
@@ -256,7 +254,7 @@ class RolloutLedger:
         return None if self.read(position, position) is None else self._at(position)
 
     def counts(self) -> RolloutCounts:
-        """What the buffer holds, without `wait_s`."""
+        """Counts what the buffer holds; its server knows `wait_s`, which is 0 here."""
         batch, stages = self.plan.prompts_per_batch, range(len(self.plan.lease_s))
         leased = Counter(it.stage for it in self._leases.values())
         newest = self._log[-batch:]
@@ -273,7 +271,8 @@ class RolloutLedger:
             max_version_lag=self.plan.max_version_lag,
             lag_mean=sum(lags) / len(lags) if lags else None,
             lag_max=max(lags, default=None),
-            expired=tuple(self._expired),
+            expired=tuple(self._totals[f"expired {stage}"] for stage in stages),
+            wait_s=(0.0,) * len(stages),
         )
 
     @property
@@ -294,7 +293,7 @@ class RolloutLedger:
         unfinished = len(self._leases) + sum(map(len, self._waiting[1:]))
         if unfinished + len(self._ready) < batch - self.end % batch:
             return True
-        mean = self._finished["nbytes"] / max(1, self._finished["tasks"])
+        mean = self._totals["nbytes"] / max(1, self._totals["tasks"])
         return self._nbytes + (unfinished + 1) * mean <= self.plan.max_bytes
 
     def _return(self, leases: Iterable[TaskLease]) -> bool:

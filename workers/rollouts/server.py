@@ -80,7 +80,7 @@ class RolloutServer(MessageServer):
         self.call_soon(partial(self._change, partial(self._ledger.lose, worker)))
 
     def counts(self, timeout_s: float) -> RolloutCounts:
-        """What the buffer holds. Raises TimeoutError if the server does not answer."""
+        """Counts what the buffer holds. Raises TimeoutError if the server does not answer."""
         counts: Future[RolloutCounts] = Future()
         self.call_soon(
             lambda: counts.set_result(replace(self._ledger.counts(), wait_s=tuple(self._wait_s)))
@@ -112,8 +112,8 @@ class RolloutServer(MessageServer):
     async def _when(
         self, request: _Request, find: Callable[[], T | None], limit_s: float
     ) -> T | None:
-        """What `find` returns, once that is something; None after the limit, and where nobody waits
-        for it any more: that would be lost."""
+        """Returns what `find` returns, once that is something; None after the limit, and where
+        nobody waits for it any more: that would be lost."""
         now_s = asyncio.get_running_loop().time
         until_s = now_s() + limit_s
         while True:
@@ -202,8 +202,8 @@ class RolloutServer(MessageServer):
     async def _when_ready(
         self, request: _Request, find: Callable[[], Any], limit_s: float
     ) -> dict[str, Any]:
-        """What the trainer asks for, if it is there within the limit, and the prompts that it is to
-        send: returns early for these."""
+        """Returns what the trainer asks for, if it is there within the limit, and the prompts that
+        it is to send: returns early for these."""
         reply: dict[str, Any] = {}
 
         def look() -> bool:

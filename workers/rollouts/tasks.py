@@ -60,7 +60,7 @@ class Task:
         return counted
 
     def extend(self) -> None:
-        """A sign of life of a task that takes long: its limit begins anew."""
+        """A sign of life of a task that takes long: its limit starts again."""
         self._tasks.extend(self.attempts)
 
     def _flatten(self, results: Sequence[Any]) -> list[Any]:

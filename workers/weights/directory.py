@@ -1,4 +1,4 @@
-"""Where the newest version of the weights lies. Free of torch: the controller makes it."""
+"""The place of the newest version of the weights. Free of torch: the controller makes it."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class _Part:
         return combine_checksums(self._chunks) == self._checksum
 
     def _hash_to(self, stop: int) -> None:
-        """Goes on with what is `slots.checksum_of` the part in the end."""
+        """Continues the computation of `slots.checksum_of` the part."""
         while self._checksum is not None and self._hashed < stop:
             left = slots.CHUNK_BYTES - self._hashed % slots.CHUNK_BYTES
             end = min(self._hashed + min(left, PIECE_BYTES), stop)

@@ -6,6 +6,8 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from time import monotonic, sleep
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -43,11 +45,24 @@ class NoVersionError(RayzeroError):
 
 
 class _Loaded(NamedTuple):
-    """What a model has: a version of an engine's weights. `constants` are those of the slots."""
+    """The content of a model: a version of an engine's weights, with the slots' `constants`."""
 
     version: WeightVersion
     engine: str | None
     constants: tuple[object, ...] | None
+
+
+class LentVersion(NamedTuple):
+    """A version that other processes may read, as long as `WeightReader.lend` calls its function.
+
+    Args:
+        slots: of all ranks.
+        paths: of their buffers, which processes of this node and user may open.
+    """
+
+    version: WeightVersion
+    slots: tuple[SlotRef, ...]
+    paths: tuple[str, ...]
 
 
 class WeightReader:
@@ -59,7 +74,7 @@ class WeightReader:
     also not for one that was stopped, and allocates nothing for it.
 
     Args:
-        find: the newest version, as far as the controller has told; None: none yet.
+        find: the newest version, as far as the controller has said; None: none yet.
         vault: the connection to this node's vault; None: there is none at the moment.
         check: raises to end a wait.
         limit_s: the longest wait for a version that can be read.
@@ -106,6 +121,60 @@ class WeightReader:
             NoVersionError: no version could be read within `limit_s`.
             VaultMemoryError: the node has no room for those of other nodes.
         """
+        return self._with_newest(
+            lambda version: self._loaded.get(model, (None,))[:2] == (version, engine),
+            partial(self._read, model, engine),
+            least,
+        )
+
+    def lend(
+        self,
+        read: Callable[[LentVersion], object],
+        loaded: WeightVersion | None = None,
+        least: tuple[int, int] = (0, 0),
+    ) -> WeightVersion:
+        """Has other processes of this node and user read the newest version; nothing if it is
+        `loaded`. Waits for the first version.
+
+        Args:
+            read: called with the version. Raises if what was read is not all of it, and is then
+                called with a newer one, if slots were overwritten; otherwise that is raised here.
+            least: as of `refresh`.
+
+        Raises:
+            NoVersionError, VaultMemoryError: as `refresh`.
+        """
+        return self._with_newest(
+            lambda version: version == loaded, partial(self._lend, read), least
+        )
+
+    def _lend(
+        self,
+        read: Callable[[LentVersion], object],
+        directory: WeightDirectory,
+        deadline_s: float,
+    ) -> None:
+        with ExitStack() as stack:
+            images, paths = [], []
+            for ref in directory.slots:
+                fd = self._open(ref, deadline_s)
+                stack.callback(os.close, fd)
+                images.append(self._mappings.map(ref, fd))
+                paths.append(f"/proc/{os.getpid()}/fd/{fd}")
+            try:
+                read(LentVersion(directory.version, directory.slots, tuple(paths)))
+            except Exception:
+                for image in images:
+                    image.verify()  # SlotGoneError, where that was the reason
+                raise
+
+    def _with_newest(
+        self,
+        is_loaded: Callable[[WeightVersion], bool],
+        read: Callable[[WeightDirectory, float], object],
+        least: tuple[int, int],
+    ) -> WeightVersion:
+        """Reads the newest version, or a newer one if it is gone before it was read."""
         deadline_s = monotonic() + self._limit_s
         reason = "the trainer has mirrored no step yet"
         while True:
@@ -113,11 +182,11 @@ class WeightReader:
             if directory is not None and directory.progress < least:
                 reason = f"step {least[1]} is awaited, the newest version is {directory.version}"
             elif directory is not None:
-                loaded = self._loaded.get(model)
-                if loaded is not None and loaded[:2] == (directory.version, engine):
+                if is_loaded(directory.version):
                     return directory.version
                 try:
-                    return self._read(model, engine, directory, deadline_s)
+                    read(directory, deadline_s)
+                    return directory.version
                 except _GONE as error:
                     log.debug("%s", error)
                     reason = error.seen
@@ -143,10 +212,10 @@ class WeightReader:
 
     def _read(
         self, model: nn.Module, engine: str | None, directory: WeightDirectory, deadline_s: float
-    ) -> WeightVersion:
-        images = [self._open(ref, deadline_s) for ref in directory.slots]
+    ) -> None:
+        images = [self._map(ref, deadline_s) for ref in directory.slots]
         source = WeightSource(images, self._indexes)
-        part = _select_engine(source, engine)
+        part = select_engine(source, engine)
         constants, before = source.constants(), self._loaded.pop(model, None)
         has_constants = (
             before is not None
@@ -159,22 +228,27 @@ class WeightReader:
         used = {image.header.index_checksum for image in images}
         self._indexes = {key: it for key, it in self._indexes.items() if key in used}
         self._loaded[model] = _Loaded(directory.version, engine, constants)
-        return directory.version
 
-    def _open(self, ref: SlotRef, deadline_s: float) -> WeightImage:
-        """Waits for a copy of what is on another node."""
+    def _map(self, ref: SlotRef, deadline_s: float) -> WeightImage:
+        fd = self._open(ref, deadline_s)
+        try:
+            return self._mappings.map(ref, fd)
+        finally:
+            os.close(fd)
+
+    def _open(self, ref: SlotRef, deadline_s: float) -> int:
+        """A descriptor, which the caller closes. Waits for a copy of what is on another node."""
         while True:
             if (vault := self._vault()) is None:
                 raise VaultGoneError("this node has no vault at the moment")
             if (fd := vault.open_weights(ref)) is not None:
-                try:
-                    return self._mappings.map(ref, fd)
-                finally:
-                    os.close(fd)
+                return fd
             self._pause(deadline_s, f"{ref.describe()} is being copied to this node")
 
 
-def _select_engine(source: StateSource, engine: str | None) -> StateSource:
+def select_engine(source: StateSource, engine: str | None) -> StateSource:
+    """The part of an engine, by its name; None: of the first one. Raises ConfigError if there is
+    none of that name."""
     names = engines_of(source)
     found = find_part(source, engine, is_first=engine is None or len(names) == 1)
     if found is None:

@@ -48,7 +48,7 @@ def test_random_faults_are_reproducible_and_fit_job_file():
 
 
 def test_random_faults_of_roles():
-    options = ("--random", "40", "--ranks", "1", "--role", "rollout:2", "--role", "reward:1")
+    options = ("--random", "40", "--ranks", "1", "--ranks", "rollout:2", "--ranks", "reward:1")
     faults = [parse_fault(text) for text in json.loads(chaos(*options, "--json"))["faults"]]
     hit = {(fault.role, fault.worker) for fault in faults if fault.kind != "hang"}
     assert hit == {("", 0), ("rollout", 0), ("rollout", 1), ("reward", 0)}
@@ -62,7 +62,7 @@ def test_random_faults_of_roles():
         (("gpt", "kil(rank=1)"), "did you mean 'kill'?"),
         (("gpt", "kill(rank=1, step=0)"), "step=0"),
         (("gpt", "drop_node()"), "drop_node needs node="),
-        (("--random", "3", "--role", "rollout"), "a role and its workers, as rollout:2"),
+        (("--random", "3", "--ranks", "rollout"), "a number of workers, or as rollout:2"),
         (("--random", "3", "--steps", "1"), "faults in 1 steps"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.errors import JobConfigError, JobFailedError
+from rayzero.orchestrator.facts import JobFacts
 from rayzero.orchestrator.job_events import RoleFault, RoleWorkerEnded, RoleWorkerReady
 from rayzero.orchestrator.machine import State
 from rayzero.workers.chaos.spec import FaultFired
@@ -247,6 +249,24 @@ async def test_limits_stay_when_another_controller_continues(folder: Path):
     assert second.events.facts.roles["rollout"].sizes[-1].workers == 0
     role = second.controller.status().roles["rollout"]
     assert (role.workers, role.workers_min, role.workers_max) == (0, 2, 5)
+
+
+async def test_budget_goes_on_when_another_controller_continues(folder: Path):
+    past = JobFacts(1.0)
+    for at_s in (time.time() - 5000, time.time() - 20, time.time() - 10):
+        lost = RoleFault("rollout", 0, "lost", FakeRoleGroup().info(1), "killed", 0)
+        past = past.apply(lost, at_s)
+    roles = {"rollout": ROLE | {"recovery": {"max_faults": 2, "fault_window_s": 3600}}}
+    harness = Harness(folder, past=reread(past), roles=roles)
+    group = harness.roles["rollout"]
+    await settle()
+    group.start()
+    await settle()
+    await harness.trained(2)
+    group.lose(101)
+    await settle()
+    failure = await harness.fails(JobFailedError, "had 3 faults within 3600 s")
+    assert "role rollout" in failure.seen
 
 
 async def test_each_role_has_its_least_number_before_one_has_more(folder: Path):

@@ -41,6 +41,8 @@ async def test_buffer_is_on_the_node_of_rank_0_and_everybody_knows_it(folder: Pa
     await harness.steps(2)
     await settle()
     assert vault.told == (1, 3, ()), "a version is a step that all ranks have mirrored"
+    counts = harness.telemetry.snapshot()["rollouts"]
+    assert (counts["published"], counts["leased"]) == (3, {"rollout": 0})
 
 
 async def test_lost_and_hung_workers_have_no_tasks(folder: Path):

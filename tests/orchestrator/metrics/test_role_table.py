@@ -16,7 +16,7 @@ from tests.orchestrator.metrics.simulated_job import WORKER, SimulatedJob, event
 def counted(wait_s: float, **changes: float) -> RolloutsCounted:
     values = {"waiting": (5, 0), "leased": (2, 1), "ready": 3, "read": 8, "published": 2}
     values |= {"nbytes": 1, "max_bytes": 9, "max_version_lag": 2, "lag_mean": 0.5, "lag_max": 2}
-    counts = RolloutCounts(**{**values, "wait_s": (wait_s, 0.0), **changes})  # type: ignore[arg-type]
+    counts = RolloutCounts(**{**values, "expired": (0, 0), "wait_s": (wait_s, 0.0), **changes})  # type: ignore[arg-type]
     return RolloutsCounted(counts, ("rollout", "reward"))
 
 

@@ -45,6 +45,10 @@ class VirtualDevice(CudaDevice):
     def record_event(self, stream: Any = None) -> Event:
         return (stream or current_machine().stream).record_event()
 
+    def record_use(self, tensor: Tensor) -> None:
+        machine = current_machine()
+        machine.memory.record_use(tensor, machine.stream)
+
     def synchronize(self, timeout_s: float | None = None) -> None:
         machine = current_machine()
         clock = dict(machine.host.clock)

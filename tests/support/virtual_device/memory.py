@@ -87,13 +87,14 @@ class Access(NamedTuple):
 @dataclass
 class _Storage:
     """`allocated_on` is the clock of the stream that gets the memory when it is freed; `address`
-    that of host memory."""
+    that of host memory. `used_on` are streams whose work until then it is kept for, too."""
 
     home: Home
     nbytes: int
     allocated_on: Timeline
     address: int = 0
     accesses: list[Access] = field(default_factory=list)
+    used_on: list[Timeline] = field(default_factory=list)
 
 
 class Memory:
@@ -152,6 +153,10 @@ class Memory:
         """Host memory is pinned, or no longer."""
         self._storages[self._key(tensor)[0]].home = home
 
+    def record_use(self, tensor: Tensor, timeline: Timeline) -> None:
+        """`Tensor.record_stream`."""
+        self._storages[self._key(tensor)[0]].used_on.append(timeline)
+
     def access(
         self,
         tensor: Tensor,
@@ -204,7 +209,8 @@ class Memory:
         merge(clock, host.clock)
         if storage.home is Home.DEVICE:
             self.device_bytes -= _blocks(storage.nbytes)
-            merge(clock, storage.allocated_on.clock)
+            for timeline in (storage.allocated_on, *storage.used_on):
+                merge(clock, timeline.clock)
         for access in storage.accesses:
             if access.number > clock.get(access.timeline, 0):
                 self.early_frees[f"{storage.nbytes} bytes of {storage.home.value}: {access}"] += 1
