@@ -216,7 +216,7 @@ def test_a_prompt_cannot_be_consumed_twice() -> None:
     assert [it in consumed for it in range(4)] == [True, False, True, False]
     assert consumed.add([1]) == Consumed(3)
     for number in (0, 2):
-        with pytest.raises(DataError, match=f"prompt {number} stands in the log of rollouts twice"):
+        with pytest.raises(DataError, match=f"prompt {number} is in the log of rollouts twice"):
             consumed.add([number])
 
 
