@@ -194,8 +194,16 @@ class ControllerStateMachine(RuleBasedStateMachine):
             if hasattr(self, "harness"):
                 self.runner.run(self.finish())
         finally:
+            self.runner.run(self.cancel())
             self.runner.close()
             self.folder.cleanup()
+
+    async def cancel(self) -> None:
+        """Ends the controller, which ends its job in virtual time."""
+        if hasattr(self, "harness") and not self.harness.run.done():
+            self.harness.clock.on_idle = lambda: None
+            self.harness.run.cancel()
+            await self.harness.clock.advance(60)
 
     async def finish(self) -> None:
         """Repair all workers, and train until the job ends."""
