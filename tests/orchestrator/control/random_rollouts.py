@@ -1,4 +1,4 @@
-"""Jobs with roles and rollouts under the random sequences of `test_random_faults`, with losses of
+"""Jobs with roles and rollouts under the random sequences of `random_faults`, with losses of
 roles' workers, slow and hung ones, resizes of roles, and controllers that adopt the job.
 
 Invariants: a generation reads from a buffer that answers, or leaves; role workers know this buffer,
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis import HealthCheck, settings
 from hypothesis.stateful import initialize, precondition, rule
 
 from rayzero.orchestrator.machine import State
@@ -22,7 +21,7 @@ from rayzero.workers.roles.view import TASKS_PHASE
 from rayzero.workers.rollouts.address import BufferAddress
 from rayzero.workers.vault.process_end import ProcessEnd
 from rayzero.workers.vault.server import ConnectionLost
-from tests.orchestrator.control.test_random_faults import TURNS, ControllerStateMachine
+from tests.orchestrator.control.random_faults import TURNS, ControllerStateMachine
 from tests.orchestrator.fake_cluster import FakeCheckpointStore, FakeCluster
 from tests.orchestrator.fake_roles import FakeRoleGroup
 from tests.orchestrator.support import Harness, reread, settle
@@ -222,12 +221,3 @@ class RolloutStateMachine(ControllerStateMachine):
 
         self.harness.clock.on_idle = keep_alive
         await super().finish()
-
-
-RolloutStateMachine.TestCase.settings = settings(
-    max_examples=60,
-    stateful_step_count=25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
-TestRolloutStateMachine = RolloutStateMachine.TestCase
