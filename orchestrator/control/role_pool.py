@@ -389,8 +389,8 @@ class RolePool:
                     self._on_lost(index, timeout_reason(limit_s))
                 elif worker.info.node_id in draining:
                     self._on_fault(worker, FaultCause.PREEMPTED, "its node is draining")
-            if len(self.workers) + len(self.finished) >= self.least:
+            if self.running + len(self.finished) >= self.least:
                 enough_at_s = now_s
             elif now_s - enough_at_s > self.plan.resources.timeout_s:
-                ready, waited_s = len(self.workers), self.plan.resources.timeout_s
+                ready, waited_s = self.running, self.plan.resources.timeout_s
                 raise role_faults.too_few_error(self.name, ready, self.least, waited_s)
