@@ -151,9 +151,10 @@ class RolePool:
     async def end(self, limit_s: float) -> None:
         """Tells the functions that the job ends, and waits until they have returned, or the limit
         is over."""
-        for worker in tuple(self.workers):
-            self._loop.spawn(self._suppress_loss(self._calls.worker(worker, RoleCalls.end)))
-        await self._loop.wait_for(limit_s, lambda: not self.workers)
+        for index, worker in self.workers.items():
+            if worker.has_begun:
+                self._loop.spawn(self._suppress_loss(self._calls.worker(index, RoleCalls.end)))
+        await self._loop.wait_for(limit_s, lambda: not self.running)
 
     def fault_call(self, fault: FaultSpec) -> Coroutine[Any, Any, None] | None:
         """The call that injects a fault into its worker; None if that does not run now."""
