@@ -26,10 +26,11 @@ from tests.support.token_head import TokenHead, wait_for
 
 pytestmark = pytest.mark.slow
 TIMEOUT_S = 120
-# Of the files: a checkpoint soon, and a port that other tests do not use.
+# Of the files: a checkpoint soon, a port that other tests do not use, steps that leave CPU time.
 HERE = "tests/integration/test_guide_sessions.py"
 ADDRESS = r"http://(HOST|127\.0\.0\.1):8265"
-SOONER = {"every_steps: 500": "every_steps: 5", "port: 9400": "port: 0"}
+PACED = ("engine.step()", "engine.step(); __import__('time').sleep(0.05)")
+SOONER = [("every_steps: 500", "every_steps: 20"), ("port: 9400", "port: 0"), PACED]
 
 
 class Terminal:
@@ -223,7 +224,7 @@ def without_numbers(text: str) -> set[str]:
 def test_quickstart_runs_as_written(terminal: Terminal) -> None:
     """Its kill of a worker and its loss of the cluster included."""
     page = "docs/quickstart.md"
-    write_files(terminal, page, *SOONER.items())
+    write_files(terminal, page, *SOONER)
     for commands, shown in exchanges(page, after="ray start --head"):
         if any(re.search(r" lost .* resume ", line) for line in shown):
             terminal.wait_running()
@@ -343,8 +344,7 @@ def test_commands_of_a_job_run_as_written(terminal: Terminal) -> None:
     """Those of README and of the guides to jobs, Kubernetes and faults, about one job that is lost
     with its cluster and resumed; then the ones that run it to its end."""
     rmtree(terminal.folder / "runs", ignore_errors=True)  # of other jobs of that name
-    slow = "engine.step(); __import__('time').sleep(0.02)"
-    write_files(terminal, "README.md", ("epochs(5)", "epochs(500)"), ("engine.step()", slow))
+    write_files(terminal, "README.md", ("epochs(5)", "epochs(500)"), PACED)
     commands = guides_commands()
     changed = [line for line in commands["submit"] if "--set" in line]
     for line in sorted(commands["submit"], key=lambda it: "--address" in it):  # those attach
