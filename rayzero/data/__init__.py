@@ -1,0 +1,36 @@
+"""Training data in blocks, read as a stream: each sample once at any number of workers.
+
+The public API. Names are imported on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rayzero.engine.data.streams.api import mix, stream
+    from rayzero.engine.data.streams.block import BlockSource
+    from rayzero.engine.data.streams.source import BlockStream
+
+_HOMES = {
+    "BlockSource": "rayzero.engine.data.streams.block",
+    "BlockStream": "rayzero.engine.data.streams.source",
+    "mix": "rayzero.engine.data.streams.api",
+    "stream": "rayzero.engine.data.streams.api",
+}
+
+__all__ = ["BlockSource", "BlockStream", "mix", "stream"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'rayzero.data' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
