@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rayzero.engine.data.streams.api import mix, stream
     from rayzero.engine.data.streams.block import BlockSource
+    from rayzero.engine.data.streams.packing import PackedBlocks, cu_seqlens
     from rayzero.engine.data.streams.source import BlockStream
 
 _HOMES = {
     "BlockSource": "rayzero.engine.data.streams.block",
     "BlockStream": "rayzero.engine.data.streams.source",
+    "PackedBlocks": "rayzero.engine.data.streams.packing",
+    "cu_seqlens": "rayzero.engine.data.streams.packing",
     "mix": "rayzero.engine.data.streams.api",
     "stream": "rayzero.engine.data.streams.api",
 }
 
-__all__ = ["BlockSource", "BlockStream", "mix", "stream"]
+__all__ = ["BlockSource", "BlockStream", "PackedBlocks", "cu_seqlens", "mix", "stream"]
 
 
 def __getattr__(name: str) -> Any:
