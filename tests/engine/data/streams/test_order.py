@@ -78,7 +78,7 @@ def test_resume_in_a_million_blocks_is_fast() -> None:
     since_s = perf_counter()
     stream = StreamOrder([order], None, 1024)
     rows = stream.indices(10**9, 512)
-    assert perf_counter() - since_s < 30  # 0.2 s on an idle core
+    assert perf_counter() - since_s < 30  # 1 s, on a machine thirty times slower
     assert len(set(rows.tolist())) == 512
 
 
