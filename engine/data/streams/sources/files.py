@@ -33,6 +33,7 @@ _CONTENT_ERRORS = (
 )
 _PASSING: tuple[str, ...] = ("slow", "other")
 """Kinds of errors of a store that may pass."""
+_CODECS = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 
@@ -55,6 +56,11 @@ class SourceFile:
     def url(self) -> str:
         """The path or URL, without options."""
         return f"{self.store.url.partition('?')[0].rstrip('/')}/{self.name}"
+
+    @property
+    def codec(self) -> str:
+        """How it is compressed, by its name: gzip, zstd or not at all."""
+        return _CODECS.get(self.name[self.name.rfind(".") :].lower(), "")
 
 
 class SourceReader(io.RawIOBase):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,7 +20,7 @@ class FileBlock:
 
     Attributes:
         start: its first byte; in Parquet files the number of the row group.
-        nbytes: its bytes in the file.
+        nbytes: its bytes in the file; of a row group, uncompressed.
         rows: 1 or more.
         checksum: xxh3-64 of its content, uncompressed; 0 if the format has checksums of its own.
     """
@@ -35,11 +35,9 @@ class Format(Protocol):
     """Finds and reads the blocks of one file. Errors of any library mean that the file is damaged.
 
     Attributes:
-        name: for errors.
         options: what else decides which blocks a file has.
     """
 
-    name: str
     options: str
 
     def scan(self, reader: SourceReader) -> tuple[list[FileBlock], pa.Schema]:
@@ -47,20 +45,20 @@ class Format(Protocol):
         ...
 
     def merge(self, schema: pa.Schema, other: pa.Schema) -> pa.Schema:
-        """The columns of files with either. Raises ValueError if no columns fit both."""
-        ...
+        """The columns of files with either. Raises an error of pyarrow or ValueError if no columns
+        fit both."""
+        return pa.unify_schemas([schema, other], promote_options="permissive")
 
     def read(self, reader: SourceReader, block: FileBlock, schema: pa.Schema) -> pa.Table:
         """The rows of a block, with exactly these columns."""
         ...
 
-    def describe(self, block: FileBlock) -> str: ...
+    def describe(self, block: FileBlock) -> str:
+        return f"bytes {block.start} to {block.start + block.nbytes}"
 
 
-class Parquet:
+class Parquet(Format):
     """Row groups are the blocks. Checksums of pages are verified where the writer made them."""
-
-    name = "Parquet"
 
     def __init__(self, columns: Sequence[str] | None) -> None:
         self.options = f"parquet {columns}"
@@ -104,6 +102,9 @@ class Parquet:
     def describe(self, block: FileBlock) -> str:
         return f"row group {block.start}"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._columns,)
+
     def _footer(self, reader: SourceReader) -> pq.FileMetaData:
         file = reader.file
         key = (file.url, file.nbytes, file.modified_s)
@@ -114,6 +115,15 @@ class Parquet:
                 self._footers.clear()
             self._footers[key] = footer
         return footer
+
+
+def read_content(reader: SourceReader, start: int, nbytes: int) -> bytes:
+    """A range of a file; of a compressed one all of it, whose frames may be several."""
+    raw = reader.read_at(start, nbytes)
+    if not reader.file.codec:
+        return raw.tobytes()
+    with pa.CompressedInputStream(pa.BufferReader(raw), reader.file.codec) as stream:
+        return bytes(stream.read())
 
 
 def _list_columns(schema: pa.Schema) -> str:

@@ -61,8 +61,9 @@ class ImageFolder:
         def read(file: SourceFile) -> bytes:
             return read_checked(file, f"in block {block}", _read_all, self._retry_s)
 
+        labels = {name: number for number, name in enumerate(self.classes)}
         columns = {
-            "label": [self.classes.index(_class_of(file)) for file in files],
+            "label": [labels[_class_of(file)] for file in files],
             "path": [file.name for file in files],
         }
         table = pa.table(columns, schema=_SCHEMA.remove(0))

@@ -11,9 +11,8 @@ from typing import IO, Any
 
 import pyarrow as pa
 
-from rayzero.engine.data.streams.sources.compressed import codec_of, decompress
 from rayzero.engine.data.streams.sources.files import SourceReader
-from rayzero.engine.data.streams.sources.formats import FileBlock
+from rayzero.engine.data.streams.sources.formats import FileBlock, Format, read_content
 
 KEY = "__key__"
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)
@@ -29,7 +28,7 @@ class _Sample:
     parts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-class WebDataset:
+class WebDataset(Format):
     """A row has `__key__`, the path up to the first dot of the basename, and the bytes of each
     suffix in lower case; null where a sample has none of a suffix. Files without suffix, and those
     whose names begin with a dot, are left out, as WebDataset does.
@@ -38,14 +37,12 @@ class WebDataset:
     is one block, because it cannot be read from its middle.
     """
 
-    name = "WebDataset"
-
     def __init__(self, block_bytes: int) -> None:
         self.options = f"tar {block_bytes}"
         self._block_bytes = block_bytes
 
     def scan(self, reader: SourceReader) -> tuple[list[FileBlock], pa.Schema]:
-        codec = codec_of(reader.file.name)
+        codec = reader.file.codec
         suffixes: dict[str, None] = {}
         blocks: list[FileBlock] = []
         start = 0
@@ -53,7 +50,7 @@ class WebDataset:
         end = reader.file.nbytes
         stream: IO[bytes] = io.BufferedReader(reader, _HEADERS_BYTES)
         if codec:
-            stream = io.BytesIO(decompress(codec, reader.read_at(0, end)))
+            stream = io.BytesIO(read_content(reader, 0, end))
         for sample in _read_samples(stream):
             suffixes.update(dict.fromkeys(sample.parts))
             if not codec and rows and sample.start - start >= self._block_bytes:
@@ -66,13 +63,8 @@ class WebDataset:
         fields = [pa.field(suffix, pa.binary()) for suffix in sorted(suffixes)]
         return blocks, pa.schema([pa.field(KEY, pa.string()), *fields])
 
-    def merge(self, schema: pa.Schema, other: pa.Schema) -> pa.Schema:
-        return pa.unify_schemas([schema, other])
-
     def read(self, reader: SourceReader, block: FileBlock, schema: pa.Schema) -> pa.Table:
-        raw = reader.read_at(block.start, block.nbytes)
-        codec = codec_of(reader.file.name)
-        content = memoryview(decompress(codec, raw)) if codec else raw
+        content = read_content(reader, block.start, block.nbytes)
         samples = list(_read_samples(io.BytesIO(content)))
         columns: dict[str, list[Any]] = {
             suffix: [_slice(content, sample.parts.get(suffix)) for sample in samples]
@@ -83,12 +75,9 @@ class WebDataset:
             columns[KEY] = [sample.key for sample in samples]
         return pa.table({name: columns[name] for name in schema.names}, schema=schema)
 
-    def describe(self, block: FileBlock) -> str:
-        return f"bytes {block.start} to {block.start + block.nbytes}"
 
-
-def _slice(content: memoryview, place: tuple[int, int] | None) -> bytes | None:
-    return None if place is None else bytes(content[place[0] : place[0] + place[1]])
+def _slice(content: bytes, place: tuple[int, int] | None) -> bytes | None:
+    return None if place is None else content[place[0] : place[0] + place[1]]
 
 
 def _read_samples(stream: IO[bytes]) -> Iterator[_Sample]:

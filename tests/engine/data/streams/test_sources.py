@@ -81,8 +81,7 @@ def test_json_lines_are_those_of_json(folder, rows, block_bytes, frames) -> None
         source = blocks(path, block_bytes=block_bytes)
         found = read_rows(source)
         assert list(map(without_nulls, found)) == list(map(without_nulls, rows)), name
-        if name != "x.jsonl":
-            assert len(source.counts) <= len(parts)
+        assert name == "x.jsonl" or source.counts.tolist() == [len(rows)]
     plain = blocks(folder / "x.jsonl", block_bytes=1)
     assert plain.counts.tolist() == [1] * len(rows)
 
@@ -127,7 +126,7 @@ def test_zstd_of_the_command_line(tmp_path: Path) -> None:
     skipped = b"\x50\x2a\x4d\x18" + (3).to_bytes(4, "little") + b"abc"
     (tmp_path / "x.jsonl.zst").write_bytes(skipped + skipped.join(paths))
     source = blocks(tmp_path, block_bytes=1)
-    assert source.counts.tolist() == [20000] * 3
+    assert source.counts.tolist() == [60000]
     assert read_rows(source) == rows * 3
 
 
@@ -272,7 +271,7 @@ def test_damage_that_keeps_size_and_time_is_found(write: Writer, tmp_path: Path)
     with pytest.raises(DataError, match="is damaged") as caught:
         source.read(last)
     assert source.describe(last) in str(caught.value)
-    assert len(source.read(0)) == source.counts[0]
+    assert not last or len(source.read(0)) == source.counts[0]
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "jsonl.gz", "jsonl.zst", "tar", "tgz"])
