@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks import hostile
+from benchmarks import hostile, role_disruptions
 from benchmarks.scripted_faults import (
     kill_in_long_step,
     kill_starting,
@@ -36,6 +36,7 @@ class Disruption:
         at_start: may be inflicted before the first step, too.
         at_end: may be inflicted before the last step, too.
         needs_repair: whether workers are lost by it.
+        of_rollouts: for jobs with rollouts only.
         why_not: why this machine cannot; empty if it can.
     """
 
@@ -47,6 +48,7 @@ class Disruption:
     at_start: bool = False
     at_end: bool = False
     needs_repair: bool = True
+    of_rollouts: bool = False
     why_not: Callable[[], str] = _no_reason
 
 
@@ -105,6 +107,34 @@ _KINDS = (
         "SIGKILL to all Ray processes of one node, then of the other",
         hostile.lose_nodes,
         min_nodes=2,
+    ),
+    Disruption(
+        "stop_generators",
+        "SIGSTOP to some or all workers of roles for seconds, which their job must bear",
+        role_disruptions.stop_role_workers,
+        needs_repair=False,
+        of_rollouts=True,
+    ),
+    Disruption(
+        "scale_roles",
+        "fewer generators, then as many as before",
+        role_disruptions.scale_role,
+        needs_repair=False,
+        of_rollouts=True,
+    ),
+    Disruption(
+        "scale_ranks",
+        "fewer ranks, then as many as before",
+        role_disruptions.scale_ranks,
+        needs_repair=False,
+        of_rollouts=True,
+    ),
+    Disruption(
+        "kill_controller",
+        "SIGKILL to the job's process, which Ray starts again",
+        role_disruptions.kill_controller,
+        per_episode=1,
+        of_rollouts=True,
     ),
 )
 DISRUPTIONS: Mapping[str, Disruption] = {kind.name: kind for kind in _KINDS}

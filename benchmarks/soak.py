@@ -33,9 +33,9 @@ from benchmarks.disruptions import DISRUPTIONS
 from benchmarks.episode import Outcome, run
 from benchmarks.machine import describe_machine, format_machine
 from benchmarks.soak_control import FOLDER_VARIABLE
-from benchmarks.soak_plan import Plan, kind_of, plan
+from benchmarks.soak_plan import OF_ROLE, Plan, fault_kind, kind_of, plan
 from benchmarks.soak_submission import CPUS, NON_DISRUPTIVE, Recovery
-from rayzero.workers.chaos.spec import FAULT_KINDS
+from rayzero.workers.chaos.spec import FAULT_KINDS, ROLE_FAULT_KINDS
 from tests.support.nccl_like.settings import VARIABLE, NcclLike
 
 EPISODE_FAULTS = 5
@@ -44,12 +44,23 @@ UNUSED_KINDS = ("partition",)
 DESCRIPTIONS = {
     **{name: kind.description for name, kind in FAULT_KINDS.items() if name not in UNUSED_KINDS},
     **{name: kind.description for name, kind in DISRUPTIONS.items()},
+    **{name + OF_ROLE: kind.description for name, kind in ROLE_FAULT_KINDS.items()},
 }
+ROLLOUT_KINDS = (
+    *("kill", "stop", "hang", "kill_vault", "kill_starting", "kill_role", "stop_role"),
+    *(name for name, kind in DISRUPTIONS.items() if kind.of_rollouts),
+)
+"""The default of jobs with rollouts: what concerns these, and takes seconds."""
 
 
-def kinds_for(nodes: int) -> list[str]:
-    """The kinds of faults that need no more than so many nodes."""
-    return [name for name in DESCRIPTIONS if _nodes_needed(name) <= nodes]
+def kinds_for(nodes: int, rollouts: bool = False) -> list[str]:
+    """The kinds of faults that need no more than so many nodes, and that the job can have."""
+    found = [name for name in DESCRIPTIONS if _nodes_needed(name) <= nodes]
+    return found if rollouts else [name for name in found if not _is_of_rollouts(name)]
+
+
+def _is_of_rollouts(name: str) -> bool:
+    return name.endswith(OF_ROLE) or (name in DISRUPTIONS and DISRUPTIONS[name].of_rollouts)
 
 
 def why_not(name: str) -> str:
@@ -60,7 +71,7 @@ def why_not(name: str) -> str:
 def _nodes_needed(name: str) -> int:
     if name in DISRUPTIONS:
         return DISRUPTIONS[name].min_nodes
-    return 2 if FAULT_KINDS[name].target == "cluster" else 1
+    return 2 if fault_kind(name).target == "cluster" else 1
 
 
 class Record:
@@ -76,9 +87,9 @@ class Record:
         if not self.path.exists():
             return ""
         saved = json.loads(self.path.read_text())
-        for key in ("seed", "nodes", "kinds", "episode_faults"):
-            if saved[key] != self._settings[key]:
-                return f"{self.path} is of {key} {saved[key]}, not {self._settings[key]}"
+        for key in ("seed", "nodes", "kinds", "episode_faults", "rollouts"):
+            if saved.get(key, False) != self._settings[key]:
+                return f"{self.path} is of {key} {saved.get(key)}, not {self._settings[key]}"
         self.outcomes = [_parse_outcome(entry) for entry in saved["episodes"]]
         return ""
 
@@ -101,7 +112,7 @@ def remaining_episodes(options: argparse.Namespace, done: int) -> Iterator[Plan]
     """Plans of the episodes after the first `done`."""
     for number in range(done, math.ceil(options.faults / EPISODE_FAULTS)):
         count = min(EPISODE_FAULTS, options.faults - number * EPISODE_FAULTS)
-        yield plan(options.seed, number, count, options.kinds, options.nodes)
+        yield plan(options.seed, number, count, options.kinds, options.nodes, options.rollouts)
 
 
 def format_outcome(outcome: Outcome) -> str:
@@ -138,7 +149,9 @@ def show(console: Console, outcomes: list[Outcome]) -> None:
 
 
 def _needs_repair(kind: str) -> bool:
-    return DISRUPTIONS[kind].needs_repair if kind in DISRUPTIONS else kind not in NON_DISRUPTIVE
+    if kind in DISRUPTIONS:
+        return DISRUPTIONS[kind].needs_repair
+    return kind not in NON_DISRUPTIVE and not kind.endswith(OF_ROLE)
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -161,12 +174,15 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     text = "train on a device and a process group that behave as NCCL's (tests/support/nccl_like)"
     parser.add_argument("--nccl-like", action="store_true", help=text)
+    text = "jobs that train on rollouts, with roles; by default fewer kinds of faults"
+    parser.add_argument("--rollouts", action="store_true", help=text)
     parser.add_argument("--keep", action="store_true", help="keep the files of every episode")
     parser.add_argument("--resume", action="store_true", help="continue an existing record")
     options = parser.parse_args(arguments)
-    allowed = kinds_for(options.nodes)
+    allowed = kinds_for(options.nodes, options.rollouts)
     refused = {name: reason for name in allowed if (reason := why_not(name))}
-    default = [name for name in allowed if name not in refused]
+    usual = ROLLOUT_KINDS if options.rollouts else allowed
+    default = [name for name in allowed if name in usual and name not in refused]
     options.kinds = options.kinds.split(",") if options.kinds else default
     if unknown := [name for name in options.kinds if name not in allowed]:
         parser.error(f"unknown kinds {unknown}; allowed: {', '.join(allowed)}")
@@ -195,6 +211,7 @@ def main(arguments: list[str]) -> int:
         "nodes": options.nodes,
         "kinds": options.kinds,
         "episode_faults": EPISODE_FAULTS,
+        "rollouts": options.rollouts,
     }
     record = Record(options.state, settings)
     if options.resume and (reason := record.resume()):

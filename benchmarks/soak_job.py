@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ LONG_CALL_S = 2.5
 """Below the job's hang rule, and over a hundred usual steps."""
 SWALLOW_PAUSE_S = 0.1
 SAVE_TIMEOUT_S = 3.0
+GROUP, PROMPTS = 3, list(range(7))
+"""Of a job with rollouts."""
 
 
 class Points:
@@ -65,10 +67,12 @@ def train(ctx: Context) -> None:
     control = SoakControl.from_environment()
     if not control.has_reported():
         control.die_if_requested("joining")
-    model = make_model(ctx.seed)
-    engine, _, loader, _ = ctx.initialize(model=model, training_data=Points())
+    model, has_rollouts = make_model(ctx.seed), ctx.args["rollouts"]
+    data = None if has_rollouts else Points()
+    engine, _, loader, _ = ctx.initialize(model=model, training_data=data)
+    loader = ctx.rollouts(PROMPTS, engine) if has_rollouts else loader
     swallows = False
-    for x, y in loader.steps(ctx.steps - engine.progress.step):
+    for x, y in loader.until(ctx.steps):
         step = engine.progress.step
         control.report(RankState(ctx.rank, os.getpid(), step, ctx.world_size))
         time.sleep(_pause_s(ctx, step))
@@ -147,14 +151,20 @@ def _total_firings(text: str) -> int:
     return 1 if parse_disruption(text) else parse_fault(text).total_firings
 
 
-def train_reference(steps: int, seed: int) -> dict[str, Tensor]:
-    """Weights trained by plain torch, in rayzero's sample order."""
-    model, data, order = make_model(seed), Points(), SampleOrder(LENGTH, seed)
+def batches_in_order(steps: int, seed: int) -> list[list[int]]:
+    """The samples of each step, in rayzero's order."""
+    order = SampleOrder(LENGTH, seed)
+    return [order.indices(step * SAMPLES, SAMPLES).tolist() for step in range(steps)]
+
+
+def train_reference(batches: Iterable[list[int]], seed: int) -> Iterator[dict[str, Tensor]]:
+    """The weights after each step, trained by plain torch on these samples. They change with the
+    next step."""
+    model, data = make_model(seed), Points()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    for step in range(steps):
-        batch = [data[int(index)] for index in order.indices(step * SAMPLES, SAMPLES)]
-        x, y = (torch.stack(part) for part in zip(*batch, strict=True))
+    for batch in batches:
+        x, y = (torch.stack(part) for part in zip(*map(data.__getitem__, batch), strict=True))
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
-    return {name: value.detach() for name, value in model.state_dict().items()}
+        yield {name: value.detach() for name, value in model.state_dict().items()}

@@ -11,18 +11,28 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from benchmarks import soak_job
+from benchmarks import soak_job, soak_rollouts
 from benchmarks.clusters import connect_to_cluster
 from benchmarks.disruptions import DISRUPTIONS
 from benchmarks.soak_control import SoakControl, parse_disruption
-from benchmarks.soak_plan import WORLD_SIZE, Plan, kind_of
+from benchmarks.soak_plan import WORLD_SIZE, Plan, fault_kind, kind_of
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.job.api import Job
-from rayzero.orchestrator.job_events import JobEvent, Repaired, Resized
+from rayzero.orchestrator.job.handle import JobHandle
+from rayzero.orchestrator.job_events import (
+    JobEvent,
+    Repaired,
+    Resized,
+    RoleFault,
+    RoleWorkerReady,
+    RolloutsCounted,
+    RunAdopted,
+)
 from rayzero.orchestrator.progress import StepRecord
-from rayzero.orchestrator.spec import Workers
-from rayzero.workers.chaos.spec import FAULT_KINDS, FaultFired
+from rayzero.orchestrator.spec import Rollouts, Workers
+from rayzero.workers.chaos.spec import FaultFired
 
 JOB_NAME = "soak"
 TIMEOUT_S = 600.0
@@ -52,12 +62,20 @@ class Recovery:
 
 def make_job(episode: Plan, folder: Path) -> Job:
     """The job of an episode. Two calls return the same job."""
+    of_rollouts: dict[str, Any] = {}
+    if episode.rollouts:
+        rollouts = Rollouts(group=soak_job.GROUP)
+        of_rollouts = {"rollouts": rollouts, "roles": soak_rollouts.make_roles()}
     return Job(
         name=JOB_NAME,
         entrypoint="benchmarks.soak_entry:train",
         engine=soak_job.engine_config(episode.stage),
         workers=Workers(min=1, max=WORLD_SIZE, start_timeout_s=START_TIMEOUT_S),
-        args={"world_size": WORLD_SIZE, "faults": list(episode.faults)},
+        args={
+            "world_size": WORLD_SIZE,
+            "faults": list(episode.faults),
+            "rollouts": episode.rollouts,
+        },
         steps=episode.steps,
         seed=episode.seed,
         checkpoint={
@@ -68,6 +86,7 @@ def make_job(episode: Plan, folder: Path) -> Job:
         recovery={"hang_timeout_s": HANG_TIMEOUT_S, "max_faults": 1000, "fault_window_s": 1.0},
         faults=[text for text in episode.faults if parse_disruption(text) is None],
         ledger=True,
+        **of_rollouts,
     )
 
 
@@ -78,6 +97,7 @@ def run_job(
     replace_lost_nodes: Callable[[], None],
     deadline_s: float,
     is_taken_over: Callable[[], bool] = lambda: False,
+    on_submitted: Callable[[JobHandle], None] = lambda handle: None,
 ) -> str:
     """Submit the job and wait for its end, or until another submission has taken it over. Returns
     the error; empty if it succeeded.
@@ -86,6 +106,7 @@ def run_job(
         deadline_s: by the monotonic clock.
     """
     handle = make_job(episode, folder).submit(observer=log)
+    on_submitted(handle)
     try:
         while time.monotonic() < deadline_s and not handle.wait(POLL_INTERVAL_S):
             if is_taken_over():
@@ -114,19 +135,39 @@ class EventLogger:
         self._attributed: list[FaultFired] = []
         self._start_s = time.monotonic()
         self._steps = 0
+        self._adopted: tuple[RunAdopted, float] | None = None
+        self._role_faults: dict[tuple[str, int], tuple[str, float]] = {}
 
     def on_event(self, event: JobEvent) -> None:
         if isinstance(event, StepRecord):
-            self._steps = event.step
+            self._on_step(event)
+        if isinstance(event, StepRecord | RolloutsCounted):
             return
         with (self._control.folder / "events.txt").open("a") as file:
             elapsed_s = time.monotonic() - self._start_s
             file.write(f"{elapsed_s:7.2f} s, {self._steps:3} steps: {event}\n")
+        now_s = time.monotonic()
         if isinstance(event, Repaired):
-            kind = self._cause(event.cause)
+            kind = "kill_vault" if event.cause == "rollouts" else self._cause(event.cause)
             self.recoveries.append(Recovery(kind, _seconds(event), event.steps_redone))
         elif isinstance(event, Resized) and "vault" in event.reason:
             self.recoveries.append(Recovery("kill_vault", _seconds(event), 0))
+        elif isinstance(event, RunAdopted):
+            self._adopted = event, now_s
+        elif isinstance(event, RoleFault):
+            self._role_faults[event.role, event.number] = event.cause, now_s
+        elif isinstance(event, RoleWorkerReady):
+            cause, lost_s = self._role_faults.pop((event.role, event.number), ("", 0.0))
+            if cause:
+                self.recoveries.append(Recovery(f"({event.role} {cause})", now_s - lost_s, 0))
+
+    def _on_step(self, record: StepRecord) -> None:
+        self._steps = record.step
+        if self._adopted is not None:
+            (adopted, at_s), self._adopted = self._adopted, None
+            seconds = adopted.offline_s + time.monotonic() - at_s
+            redone = max(0, adopted.step - record.step + 1)
+            self.recoveries.append(Recovery("kill_controller", seconds, redone))
 
     def _cause(self, reported: str) -> str:
         """Kind of the first fault since the last repair; the reported cause if there is none."""
@@ -144,7 +185,7 @@ def _seconds(recovery: Repaired | Resized) -> float:
 def _disrupts(kind: str) -> bool:
     if kind in DISRUPTIONS:
         return DISRUPTIONS[kind].needs_repair
-    return kind not in NON_DISRUPTIVE and FAULT_KINDS[kind].target != "vault"
+    return kind not in NON_DISRUPTIVE and fault_kind(kind).target not in ("vault", "role")
 
 
 class Successor:

@@ -10,12 +10,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
 from benchmarks.faults import process_start_time
 from benchmarks.soak_control import RankState, SoakControl
+from rayzero.orchestrator.errors import JobFailedError
+from rayzero.orchestrator.job.handle import JobHandle
+from rayzero.orchestrator.results import JobStatus
 from rayzero.workers.chaos.spec import FaultFired
+
+T = TypeVar("T")
 
 POLL_INTERVAL_S = 0.05
 REPAIR_TIMEOUT_S = 90.0
@@ -51,6 +57,7 @@ class Target:
     root_pid: int = field(default_factory=os.getpid)
     text: str = ""
     """The disruption in progress, such as `attack_store(step=7)`."""
+    _handle: JobHandle | None = None
 
     def workers(self) -> list[int]:
         """Process ids of the workers, with spare ones and those that start."""
@@ -62,6 +69,30 @@ class Target:
     def controllers(self) -> list[int]:
         """The process of the job, which Ray calls `JobActor`."""
         return self.processes("ray::JobActor")
+
+    def role_workers(self) -> list[int]:
+        """Of all roles."""
+        return self.processes("ray::RoleActor")
+
+    def on_submitted(self, handle: JobHandle) -> None:
+        self._handle = handle
+
+    def scale(self, workers: tuple[int, int], role: str = "") -> None:
+        """See `JobHandle.scale`. Tries again where the job's process is just started again."""
+        self._ask(lambda handle: handle.scale(workers, role))
+
+    def status(self) -> JobStatus:
+        return self._ask(JobHandle.status)
+
+    def _ask(self, call: Callable[[JobHandle], T]) -> T:
+        while True:
+            try:
+                if self._handle is not None:
+                    return call(self._handle)
+            except JobFailedError:
+                pass
+            if self.ended.wait(POLL_INTERVAL_S):
+                raise JobEndedError
 
     def processes(self, title: str) -> list[int]:
         """Live processes of the job's cluster whose title starts so, oldest first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -226,8 +227,11 @@ def _worker_spec(
 
 
 def _version_every_steps(spec: JobSpec) -> int | None:
-    """See `MirrorPolicy`: without a newer version trainer and generators would wait."""
-    return None if spec.rollouts is None else spec.rollouts.max_version_lag + 1
+    """See `MirrorPolicy`. Without a newer version trainer and generators would wait for each other;
+    roles without rollouts find the first one at once, others when the ranks mirror."""
+    if spec.rollouts is not None:
+        return spec.rollouts.max_version_lag + 1
+    return sys.maxsize if spec.roles and spec.recovery.replicas else None
 
 
 def _updates_on_cpu(spec: JobSpec) -> bool:

@@ -27,6 +27,12 @@ def engines_of(source: StateSource) -> list[str]:
     return ["", *source.metadata(0).get(ENGINES, ())]
 
 
+def list_engines(source: StateSource) -> str:
+    """The names of the engines, for an error."""
+    first = source.metadata(0).get(NAME, "the first one, without a name")
+    return ", ".join([first, *engines_of(source)[1:]])
+
+
 def find_part(source: StateSource, name: str | None, *, is_first: bool) -> str | None:
     """The name in a state of an engine's part; None if there is none.
 
@@ -54,10 +60,9 @@ def choose_part(source: StateSource, name: str | None) -> StateSource:
     names = engines_of(source)
     found = "" if len(names) == 1 else find_part(source, name, is_first=name is None)
     if found is None:
-        first = source.metadata(0).get(NAME, "the first one, without a name")
         raise DataError(
             f"the state of step {source.step} has no engine {name!r}",
-            allowed=", ".join([first, *names[1:]]),
+            allowed=list_engines(source),
             fix="use the name that the engine had: initialize(name=...), or --engine",
         )
     return open_part(source, found)

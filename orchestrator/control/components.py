@@ -196,7 +196,16 @@ class Components:
         )
         selection = MemberSelection(loop, members, events, failures, plan.resources.timeout_s)
         self.reconfiguration = Reconfiguration(
-            loop, machine, members, calls, timer, failures, restore, selection, rendezvous
+            loop,
+            machine,
+            members,
+            calls,
+            timer,
+            failures,
+            restore,
+            selection,
+            self.roles.rollouts,
+            rendezvous,
         )
         self.stop = JobStop(
             plan, loop, machine, members, calls, rendezvous, vaults, self.checkpoints

@@ -51,6 +51,7 @@ class Reconfiguration:
     _failures: FailureHandler
     _restore: RestoreSelector
     _selection: MemberSelection
+    _rollouts: RolloutBuffer
     _rendezvous: Rendezvous
     _attempt: asyncio.Task[None] | None = None
 
@@ -94,6 +95,8 @@ class Reconfiguration:
         restore, store = await asyncio.gather(self._restore.select(), self._rendezvous.prepare())
         self._timer.enter_phase("select_members")
         selection = await self._selection.select(stays=restore is not None)
+        while await self._rollouts.had_to_open(selection.members):
+            selection = await self._selection.select(stays=restore is not None)
         self._timer.enter_phase("rendezvous")
         generation = await self._rendezvous.form(selection, restore, store)
         await self._loop.wait_until(lambda: generation.all_joined)
@@ -247,7 +250,6 @@ class Rendezvous:
         self, selection: Selected, restore: Restore | None, store: tuple[int, int] | None
     ) -> GenerationState:
         """Begins the generation, and sends every member its assignment."""
-        rollouts = await self._rollouts.open(selection.members)
         members, registry = self._members, self._members.registry
         number = self._numbers.next()
         assignments = members.assign(selection)
@@ -263,6 +265,7 @@ class Rendezvous:
         if store is None or store[0] not in assignments:
             worker = selection.members[0].index
             store = worker, await self._open(worker)
+        rollouts = await self._rollouts.open(selection.members)  # the last thing that may wait
         spec = GenerationSpec(
             generation=number,
             world_size=generation.world_size,

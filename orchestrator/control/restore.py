@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass
 
 from rayzero.engine.errors import RayzeroError
@@ -12,6 +13,7 @@ from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
 from rayzero.orchestrator.control.vaults import VaultManager
+from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.job_events import Rewound
 from rayzero.orchestrator.policies.recovery import (
@@ -52,13 +54,19 @@ class RestoreSelector:
         excluded = self._failures.excluded
         held = await self._vaults.inventory()
         stored = await self._checkpoints.select_newest(excluded.checkpoints)
-        generation, vaults = self._members.generation, self._members.vault_addresses
-        in_process = {  # what can still be copied into a vault
-            worker: state
-            for worker, state in generation.in_process_states().items()
-            if self._members.registry.info(worker).node_id in vaults
-        }
-        source = select_recovery_step(held, in_process, generation.world_size, stored, excluded)
+        generation = self._members.generation
+        states = generation.in_process_states()
+        source = select_recovery_step(held, states, generation.world_size, stored, excluded)
+        if isinstance(source, FromWorkers):
+            with suppress(JobFailedError):  # a vault may be lost with the generation's buffer
+                await self._vaults.ensure_open(self._nodes(source))
+            vaults = self._members.vault_addresses
+            in_process = {  # what can be copied into a vault
+                worker: state
+                for worker, state in states.items()
+                if self._members.registry.info(worker).node_id in vaults
+            }
+            source = select_recovery_step(held, in_process, generation.world_size, stored, excluded)
         if isinstance(source, FromWorkers):
             source = await self._salvage(source) or newest_stored(held, stored, excluded)
         if source is None and excluded.checkpoints:
@@ -89,8 +97,7 @@ class RestoreSelector:
         """Copies the states in workers' memories into vaults. None if that fails, or if they turn
         out not to be one state: a generation that was fenced before it had loaded its state still
         holds parts that were cut for an older one."""
-        registry = self._members.registry
-        nodes = [registry.info(worker).node_id for worker in source.workers]
+        nodes = self._nodes(source)
         addresses, limit_s = self._members.vault_addresses, self._hang_timeout_s
         # A large state takes long to copy: as long as a rank may be without progress.
         salvages = [
@@ -109,6 +116,9 @@ class RestoreSelector:
             return Restore(source.step, slot_refs(held))
         newest = newest_complete_in_vaults(held)
         return newest if newest is not None and newest.step == source.step else None
+
+    def _nodes(self, source: FromWorkers) -> list[str]:
+        return [self._members.registry.info(worker).node_id for worker in source.workers]
 
     def _warn_lost_steps(self, source: Restore | None, redone: int) -> None:
         if redone == 0:

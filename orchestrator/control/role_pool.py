@@ -151,9 +151,10 @@ class RolePool:
     async def end(self, limit_s: float) -> None:
         """Tells the functions that the job ends, and waits until they have returned, or the limit
         is over."""
-        for worker in tuple(self.workers):
-            self._loop.spawn(self._suppress_loss(self._calls.worker(worker, RoleCalls.end)))
-        await self._loop.wait_for(limit_s, lambda: not self.workers)
+        for index, worker in self.workers.items():
+            if worker.has_begun:
+                self._loop.spawn(self._suppress_loss(self._calls.worker(index, RoleCalls.end)))
+        await self._loop.wait_for(limit_s, lambda: not self.running)
 
     def fault_call(self, fault: FaultSpec) -> Coroutine[Any, Any, None] | None:
         """The call that injects a fault into its worker; None if that does not run now."""
@@ -389,8 +390,8 @@ class RolePool:
                     self._on_lost(index, timeout_reason(limit_s))
                 elif worker.info.node_id in draining:
                     self._on_fault(worker, FaultCause.PREEMPTED, "its node is draining")
-            if len(self.workers) + len(self.finished) >= self.least:
+            if self.running + len(self.finished) >= self.least:
                 enough_at_s = now_s
             elif now_s - enough_at_s > self.plan.resources.timeout_s:
-                ready, waited_s = len(self.workers), self.plan.resources.timeout_s
+                ready, waited_s = self.running, self.plan.resources.timeout_s
                 raise role_faults.too_few_error(self.name, ready, self.least, waited_s)

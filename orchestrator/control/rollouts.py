@@ -12,7 +12,7 @@ from rayzero.orchestrator.control.loop import JobLoop
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.control.weight_versions import WeightVersions
-from rayzero.orchestrator.errors import VaultLostError
+from rayzero.orchestrator.errors import JobFailedError, VaultLostError
 from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.job_events import RolloutsCounted
 from rayzero.workers.messages import WorkerInfo
@@ -22,7 +22,8 @@ from rayzero.workers.vault.records import VaultGoneError
 from rayzero.workers.vault.vault import Vault
 
 COUNT_INTERVAL_S = 1.0
-"""How often the buffer is asked what it holds, if there is nothing to tell it."""
+"""How often the buffer is asked what it holds, if there is nothing to tell it; and how long it is
+waited for where none can be opened."""
 
 
 @dataclass(eq=False)
@@ -59,13 +60,21 @@ class RolloutBuffer:
 
     async def open(self, members: Sequence[WorkerInfo]) -> BufferAddress | None:
         """The buffer that a generation with these members, by rank, reads from. It stays where it
-        is as long as its node has a member; else an empty one is opened on the node of rank 0."""
-        if self._plan is None:
-            return None
-        nodes = {worker.node_id for worker in members}
-        while self.address is None or self._is_lost or self._node not in nodes:
-            await self._open_new(self._plan, members[0])
+        is as long as its node has a member; else an empty one is opened, if it can be on the node
+        of rank 0."""
+        while await self.had_to_open(members):
+            pass
         return self.address
+
+    async def had_to_open(self, members: Sequence[WorkerInfo]) -> bool:
+        """Tries to open a buffer where `open` would. False if none is needed, at once; after True
+        members may be lost."""
+        nodes = {worker.node_id for worker in members}
+        is_there = self.address is not None and not self._is_lost and self._node in nodes
+        if self._plan is None or is_there:
+            return False
+        await self._open_new(self._plan, members)
+        return True
 
     def on_worker_lost(self, worker: int) -> None:
         """A role's worker is gone, with the tasks that it has."""
@@ -103,23 +112,30 @@ class RolloutBuffer:
         is_open = self._members.vault_addresses.get(self._node) == self._vault
         return self.address is not None and not is_open
 
-    async def _open_new(self, plan: RolloutPlan, worker: WorkerInfo) -> None:
-        node = worker.node_id
+    async def _open_new(self, plan: RolloutPlan, members: Sequence[WorkerInfo]) -> None:
+        """On the node of rank 0, or where that has no vault on another one; if all fail, there is
+        none a while later."""
         if self.address is not None and not self._is_lost:
             with suppress(VaultLostError):
                 await self._calls.vault(self._node, Vault.close_rollouts)
         self.address, self._lost = None, ()
-        await self._vaults.open_with_retries(node, lambda: True)
-        vault = self._members.vault_addresses[node]
-        try:
-            address = await self._calls.vault(
-                node, Vault.open_rollouts, plan, worker.ip, self._hang_timeout_s
-            )
-        except VaultLostError:
-            await self._loop.sleep(COUNT_INTERVAL_S)
-            return
-        self._node, self._vault, self.address = node, vault, address
-        self._loop.changed.notify()
+        first: dict[str, WorkerInfo] = {}
+        for worker in members:
+            first.setdefault(worker.node_id, worker)
+        for node, worker in first.items():
+            try:
+                await self._vaults.ensure_open([node])
+                vault = self._members.vault_addresses[node]
+                address = await self._calls.vault(
+                    node, Vault.open_rollouts, plan, worker.ip, self._hang_timeout_s
+                )
+            except (VaultLostError, VaultGoneError, JobFailedError) as error:
+                self._events.warn(f"no buffer of rollouts on node {worker.node}: {error}")
+            else:
+                self._node, self._vault, self.address = node, vault, address
+                self._loop.changed.notify()
+                return
+        await self._loop.sleep(COUNT_INTERVAL_S)
 
     def _on_lost(self) -> None:
         self.address = None

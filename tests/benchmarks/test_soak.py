@@ -18,7 +18,7 @@ from benchmarks.soak import (
 )
 from benchmarks.soak_control import SoakControl
 from benchmarks.soak_job import unfired_faults
-from benchmarks.soak_plan import plan
+from benchmarks.soak_plan import kind_of, plan
 from benchmarks.soak_target import NotHeldError, Target
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import FaultFired
@@ -78,14 +78,23 @@ def test_fault_that_fired_too_few_times_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_short_soak_loses_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "soak.json"
-    command = [sys.executable, "-m", "benchmarks.soak", "--faults", "2", "--seed", "3"]
-    options = ["--kinds", "kill,tear_file,long_step", "--state", str(path)]
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [
+        ("--seed 3 --kinds kill,tear_file,long_step", ["long_step", "tear_file"]),
+        (
+            "--rollouts --seed 7 --kinds kill,kill_vault,kill_role",
+            ["kill", "kill_role", "kill_vault"],
+        ),
+    ],
+)
+def test_short_soak_loses_nothing(tmp_path: Path, options: str, kinds: list[str]) -> None:
+    path, count = tmp_path / "soak.json", str(len(kinds))
+    command = [sys.executable, "-m", "benchmarks.soak", *options.split(), "--faults", count]
     done = subprocess.run(
-        [*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=280
+        [*command, "--state", str(path)], cwd=ROOT, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 faults in 1 episodes: nothing lost" in done.stdout
+    assert f"{count} faults in 1 episodes: nothing lost" in done.stdout
     (episode,) = json.loads(path.read_text())["episodes"]
-    assert len(episode["fired"]) == 2
+    assert sorted(map(kind_of, episode["fired"])) == kinds

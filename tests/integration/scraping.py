@@ -18,14 +18,12 @@ from rayzero.orchestrator.progress import StepRecord
 from tests.orchestrator.support import EventLog
 
 METRICS = {"port": 0, "jsonl": True, "tensorboard": True}
-# Not reported for a CPU job.
+# Not reported for a CPU job without roles.
 ABSENT = {
     "rayzero_model_flops_utilization_ratio",
     "rayzero_device_peak_memory_bytes",
     "rayzero_device_utilization_ratio",
-    "rayzero_role_workers",
-    "rayzero_role_worker_limits",
-    "rayzero_role_faults_total",
+    *(name for name in CATALOG if name.startswith(("rayzero_role_", "rayzero_rollout_"))),
 }
 
 

@@ -11,6 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 from rayzero.engine.checkpoint.manifest import RankFile
@@ -99,6 +100,7 @@ class FakeVault:
     )
     slots: dict[tuple[int, int, int], SlotInfo] = field(default_factory=dict)
     rollouts: RolloutPlan | None = None
+    buffer: BufferAddress | None = None
     told: tuple[int, int, tuple[int, ...]] = (0, 0, ())  # of its buffer: see `update_rollouts`
     files: list[tuple[str, SlotRef]] = field(default_factory=list)
 
@@ -144,6 +146,7 @@ class FakeCluster:
         self.releases = 0
         self.committed = 0  # the newest step that all ranks of a generation finished
         self.losses_allowed = False  # all copies of the committed step may have been lost
+        self.versions: dict[int, int] = {}  # by generation, the newest step that all have mirrored
         self.messages: asyncio.Queue[tuple[int, WorkerOutput]] = asyncio.Queue()
         self.tasks: set[asyncio.Task[None]] = set()  # commands in progress
         self.next_poll_s = 0.0  # when the next empty poll replies are due
@@ -265,6 +268,7 @@ class FakeCluster:
         if not self.can_step:
             return False
         members = self.members
+        generation = members[0].assign.generation
         drain = any(process.drain for process in members)
         step = members[0].step + 1
         due = bool(self.checkpoint_every) and step % self.checkpoint_every == 0
@@ -294,6 +298,8 @@ class FakeCluster:
             if last or drain:
                 process.assign, process.drain = None, False
             self.send(process.info.index, *messages)
+        if mirrored and all(mirrored):
+            self.versions[generation] = step
         self.committed = max(self.committed, step)
         self.losses_allowed = not (mirrored and all(mirrored))
         return True
@@ -371,6 +377,7 @@ class FakeCluster:
                 self.crash(worker, "state", f"{missing[0]} is gone", 0)
                 continue
             process.step = assign.restore.step if assign.restore else 0
+            self.versions[generation] = process.step
             if not self.losses_allowed:
                 assert process.step == self.committed, "a committed step was lost"
             process.ready = process.in_loop = True
@@ -547,6 +554,7 @@ class FakeCluster:
         if (vault := self.vaults.by_node.get(process.info.node_id)) is None:
             raise VaultGoneError("it was killed")
         vault.slots[slot.generation, slot.rank, slot.step] = slot
+        self.versions[slot.generation] = slot.step  # all ranks do so
         return slot
 
     async def dump_stack(self, worker: int) -> Stacks:
@@ -609,7 +617,13 @@ class FakeVaultGroup:
         self.may_open = True
         self.may_write = asyncio.Event()
         self.may_write.set()
+        self._buffers = count(1)
+        self.opening_rollouts = False
         self._cluster = cluster
+
+    def has_buffer(self, address: BufferAddress | None) -> bool:
+        """Whether it answers."""
+        return address in [vault.buffer for vault in self.by_node.values() if vault.buffer]
 
     def kill(self, node: str) -> None:
         """Kill a vault with all of its slots."""
@@ -629,7 +643,7 @@ class FakeVaultGroup:
         return vault is not None and (ref.generation, ref.rank, ref.step) in vault.slots
 
     async def open(self, node_ids: Sequence[str]) -> dict[str, str]:
-        await asyncio.sleep(0)
+        await self._cluster.delay("vault")
         if not self.may_open:
             raise JobFailedError("no vault can be opened")
         for node in node_ids:
@@ -644,9 +658,12 @@ class FakeVaultGroup:
     async def open_rollouts(
         self, node_id: str, plan: RolloutPlan, host: str, timeout_s: float
     ) -> BufferAddress:
+        self.opening_rollouts = True
+        await self._cluster.delay("rollouts")
         vault = self._vault(node_id)
-        vault.rollouts = plan
-        return BufferAddress(host, len(self.opened), vault.address.encode())
+        vault.rollouts, vault.told = plan, (0, 0, ())
+        vault.buffer = BufferAddress(host, next(self._buffers), vault.address.encode())
+        return vault.buffer
 
     async def update_rollouts(
         self, node_id: str, generation: int, version: int, lost: tuple[int, ...]
@@ -654,11 +671,15 @@ class FakeVaultGroup:
         vault = self._vault(node_id)
         if vault.rollouts is None:
             raise VaultGoneError("no buffer")
+        versions = self._cluster.versions
+        begun = versions.get(generation, max(versions.values(), default=0))  # else it is to begin
+        assert version <= begun, "not all ranks have mirrored it"
         vault.told = generation, version, lost
         return replace(RolloutLedger(vault.rollouts).counts(), published=version)
 
     async def close_rollouts(self, node_id: str) -> None:
-        self._vault(node_id).rollouts = None
+        vault = self._vault(node_id)
+        vault.rollouts = vault.buffer = None
 
     async def poll(self, node_id: str, timeout_s: float) -> list[ConnectionLost]:
         if self._vault(node_id).failure == "hangs":

@@ -31,13 +31,16 @@ class FakeRoleGroup:
         self.injected: list[tuple[int, str]] = []
         self.left: frozenset[str] = frozenset()
         self.wanted = (0, 0)
+        self.alive: dict[int, WorkerInfo] = {}
+        """Processes that have started."""
         self._index = 100
         self._started: asyncio.Queue[WorkerInfo | Exception] = asyncio.Queue()
         self._reports: asyncio.Queue[WorkerReports] = asyncio.Queue()
 
     def start(self, node: str = "a") -> int:
         self._index += 1
-        self._started.put_nowait(self.info(self._index, node))
+        self.alive[self._index] = self.info(self._index, node)
+        self._started.put_nowait(self.alive[self._index])
         return self._index
 
     def info(self, index: int, node: str = "a") -> WorkerInfo:
@@ -51,6 +54,7 @@ class FakeRoleGroup:
         self._reports.put_nowait(WorkerReports([(index, list(messages))]))
 
     def lose(self, index: int, cause: str = "killed") -> None:
+        self.alive.pop(index, None)
         self._reports.put_nowait(WorkerReports(lost=[(index, cause)]))
 
     async def start_workers(self, need: Any, on_failure: Any, on_waiting: Any) -> Any:
@@ -94,6 +98,7 @@ class FakeRoleGroup:
         self.left = draining
 
     async def kill(self, worker: int) -> None:
+        self.alive.pop(worker, None)
         self.killed.append(worker)
 
     def replace(self, worker: int, delay_s: float, avoid: list[str]) -> None:
@@ -103,6 +108,7 @@ class FakeRoleGroup:
         self.wanted = least, most
 
     async def release_worker(self, worker: int) -> None:
+        self.alive.pop(worker, None)
         self.released.append(worker)
 
     def subscribe(self, workers: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.rollout_plan import plan_rollouts, rollout_stages
 from rayzero.orchestrator.spec import JobSpec
 from rayzero.workers.rollouts.ledger import RolloutPlan
+from tests.orchestrator.support import plan
 
 GENERATE = {"entrypoint": "m:generate", "takes": "prompts"}
 SCORE = {"entrypoint": "m:score", "takes": "rollout", "recovery": {"hang_timeout_s": 7}}
@@ -57,3 +60,25 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], words: str):
         plan_rollouts(spec(**changes))
     assert words in str(error.value)
     assert error.value.fix
+
+
+@pytest.mark.parametrize(
+    ("changes", "every"),
+    [
+        ({}, None),
+        ({"roles": {"server": {"entrypoint": "m:serve"}}}, sys.maxsize),
+        ({"roles": {"server": {"entrypoint": "m:serve"}}, "recovery": {"replicas": 0}}, None),
+        (
+            {
+                "engine": {"train_batch_size": 8},
+                "rollouts": {"max_version_lag": 2},
+                "roles": {"rollout": GENERATE},
+            },
+            3,
+        ),
+    ],
+)
+def test_versions_are_mirrored_where_roles_may_read_them(
+    tmp_path: Path, changes: dict[str, Any], every: int | None
+):
+    assert plan(tmp_path, **changes).worker_spec.mirror.version_every_steps == every

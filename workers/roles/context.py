@@ -85,7 +85,8 @@ class RoleContext:
         end of the job the loop raises SystemExit.
 
         From the first on, a worker that gives no sign of life for `recovery.hang_timeout_s` of its
-        role is started again: it takes, ends or extends a task, or calls `check` or `wait`.
+        role is started again: it takes, ends or extends a task, refreshes weights, or calls `check`
+        or `wait`.
 
         Args:
             prompts: of a task, at most.

@@ -17,7 +17,13 @@ from torch import Tensor, nn
 
 from rayzero.engine.checkpoint.errors import CheckpointMismatchError, check_state_fits_model
 from rayzero.engine.errors import ConfigError, RayzeroError
-from rayzero.engine.layout.engine_parts import NAME, engines_of, find_part, is_weight, open_part
+from rayzero.engine.layout.engine_parts import (
+    engines_of,
+    find_part,
+    is_weight,
+    list_engines,
+    open_part,
+)
 from rayzero.engine.layout.state_index import BlockIndex, LogicalTensor, StateSource
 from rayzero.engine.precision.dtypes import dtype_name
 from rayzero.engine.state.ranges import (
@@ -76,7 +82,7 @@ class WeightReader:
     Args:
         find: the newest version, as far as the controller has said; None: none yet.
         vault: the connection to this node's vault; None: there is none at the moment.
-        check: raises to end a wait.
+        check: called with each read, and while it waits: raises to end it.
         limit_s: the longest wait for a version that can be read.
     """
 
@@ -175,6 +181,7 @@ class WeightReader:
         least: tuple[int, int],
     ) -> WeightVersion:
         """Reads the newest version, or a newer one if it is gone before it was read."""
+        self._check()
         deadline_s = monotonic() + self._limit_s
         reason = "the trainer has mirrored no step yet"
         while True:
@@ -249,13 +256,12 @@ class WeightReader:
 def select_engine(source: StateSource, engine: str | None) -> StateSource:
     """The part of an engine, by its name; None: of the first one. Raises ConfigError if there is
     none of that name."""
-    names = engines_of(source)
-    found = find_part(source, engine, is_first=engine is None or len(names) == 1)
+    is_first = engine is None or len(engines_of(source)) == 1
+    found = find_part(source, engine, is_first=is_first)
     if found is None:
-        first = source.metadata(0).get(NAME, "the first one, without a name")
         raise ConfigError(
             f"weights of an engine {engine!r}",
-            allowed=", ".join([first, *names[1:]]),
+            allowed=list_engines(source),
             fix="refresh(model, engine=...), or the name in the trainer's initialize(name=...)",
         )
     return open_part(source, found)

@@ -68,4 +68,4 @@ def test_a_rank_holds_its_half_and_one_tensor(tmp_path: Path) -> None:
     )
     peaks = run_ranks(2, peak_while_loading, str(tmp_path))
     half = LAYERS * tensor_bytes // 2
-    assert all(half < peak <= (half + tensor_bytes) * 1.1 for peak in peaks), peaks
+    assert all(0.9 * half < peak <= (half + tensor_bytes) * 1.1 for peak in peaks), peaks

@@ -64,11 +64,13 @@ async def test_lost_and_hung_workers_have_no_tasks(folder: Path):
 async def test_lost_buffer_ends_the_generation_that_reads_from_it(folder: Path):
     harness, group = await started(folder)
     lost = harness.controller._parts.roles.rollouts.address
+    harness.cluster.delays["vault"] = 50
     harness.cluster.vaults.kill("a")
     await settle()
     await harness.steps(2)
     assert harness.states.count(State.RECOVERING) == 1
-    assert [it.cause for it in harness.log.of(Repaired)] == ["rollouts"]
+    repairs = [(it.cause, it.steps_redone) for it in harness.log.of(Repaired)]
+    assert repairs == [("rollouts", 0)], "the state is in the ranks' memory"
     (new,) = {it.rollouts for _, it in harness.cluster.assigned if it.generation == 2}
     assert new not in (None, lost)
     heard = [buffer for buffer, _ in groupby(view.buffer for view in group.views[101])]
@@ -96,6 +98,23 @@ async def test_buffer_is_opened_where_members_are_left(folder: Path):
     address = harness.controller._parts.roles.rollouts.address
     assert address is not None
     assert address.secret.decode() == vaults["b"].address
+
+
+async def test_member_to_be_is_lost_while_the_buffer_opens(folder: Path):
+    harness, _ = await started(folder, "aa", workers={"min": 1, "max": 2, "spares": 1})
+    spare = await harness.join("b")
+    harness.cluster.delays["rollouts"] = 1000
+    harness.cluster.vaults.opening_rollouts = False
+    harness.cluster.lose_node("a")
+    for _ in range(50):
+        await harness.clock.advance(0.1)
+        if harness.cluster.vaults.opening_rollouts:
+            break
+    harness.cluster.kill(spare)
+    harness.cluster.delays.clear()
+    harness.cluster.join("b")
+    await harness.clock.advance(10)
+    await harness.steps(1)
 
 
 async def test_slow_worker_hears_only_the_newest(folder: Path):

@@ -1,0 +1,169 @@
+"""Generators that stop, hang, and die for good, on a real Ray cluster: the trainer goes on, or its
+job fails with their role's name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rayzero
+from rayzero.engine.data.sample_ledger import read_ledger
+from rayzero.orchestrator.errors import JobFailedError
+from rayzero.orchestrator.job_events import JobEvent, RoleFault, RoleWorkerReady
+from rayzero.orchestrator.progress import StepRecord
+from rayzero.workers.weights import reader
+from tests.orchestrator.support import EventLog
+from tests.workers.recovery_jobs import SAMPLES, engine_config, make_model
+from tests.workers.rollouts.jobs import GROUP, PROMPTS, make_sample
+
+pytestmark = pytest.mark.slow
+STOPPED_S = 3.0
+HANG_S = 4.0
+START_TIMEOUT_S = 12.0
+
+
+def wait_for(condition: Callable[[], bool], limit_s: float = 60) -> None:
+    until_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+
+
+def wait_while_exists(path: str) -> str:
+    while Path(path).exists():
+        time.sleep(0.1)
+    return path
+
+
+class Barrier:
+    """A process that unpickles it waits while a file exists."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return wait_while_exists, (self.path,)
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+class TimedLog(EventLog):
+    """Also when each step ended, by the monotonic clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps_s: list[float] = []
+
+    def on_event(self, event: JobEvent) -> None:
+        super().on_event(event)
+        if isinstance(event, StepRecord):
+            self.steps_s.append(time.monotonic())
+
+    def step_s(self, since_s: float, until_s: float) -> float:
+        """The median time of the steps meanwhile."""
+        ends_s = [it for it in self.steps_s if since_s <= it <= until_s]
+        assert len(ends_s) > 10
+        return median(after - before for before, after in pairwise(ends_s))
+
+
+def test_generators_that_stop_hang_and_die(no_leaks: None, tmp_path: Path):
+    may_stop, may_hang, may_not_start = (tmp_path / name for name in ("stop", "hang", "start"))
+    barrier = Barrier(may_not_start)
+
+    def train(ctx: rayzero.Context) -> None:
+        engine, *_ = ctx.initialize(model=make_model(torch.float64))
+        for x, y in ctx.rollouts(PROMPTS, engine).until(ctx.steps):
+            engine.backward(nn.functional.mse_loss(engine(x), y))
+            engine.step()
+            time.sleep(0.05)
+
+    def read(ctx: rayzero.RoleContext) -> None:
+        """Stops within a refresh, once: between the reading and the check of what was read."""
+        original, model = reader._read_model, make_model(torch.float64)
+
+        def stopping(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            if may_stop.exists():
+                may_stop.unlink()
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        reader._read_model = stopping
+        while True:
+            ctx.weights.refresh(model)
+            ctx.wait(0.01)
+
+    def generate(ctx: rayzero.RoleContext) -> None:
+        assert barrier is not None
+        for task in ctx.tasks(prompts=2):
+            if may_hang.exists():
+                may_hang.unlink(missing_ok=True)
+                time.sleep(3600)
+            task.done([[make_sample(prompt, it) for it in range(GROUP)] for prompt in task.prompts])
+
+    def role(function: Any, takes: str | None, least: int, most: int) -> rayzero.Role:
+        workers = rayzero.Workers(min=least, max=most, cpus=0.25, start_timeout_s=START_TIMEOUT_S)
+        return rayzero.Role(function, workers, recovery={"hang_timeout_s": HANG_S}, takes=takes)
+
+    log = TimedLog()
+    handle = rayzero.Job(
+        "stuck",
+        train,
+        engine=engine_config(1),
+        workers=rayzero.Workers(min=1, cpus=0.25),
+        steps=100_000,
+        rollouts=rayzero.Rollouts(group=GROUP),
+        roles={"rollout": role(generate, "prompts", 1, 2), "reader": role(read, None, 1, 1)},
+        checkpoint={"path": str(tmp_path)},
+        ledger=True,
+    ).submit(observer=log)
+
+    def pids(name: str) -> list[int]:
+        return [it.worker.pid for it in log.of(RoleWorkerReady) if it.role == name]
+
+    # A reader that is stopped within a refresh is nothing to the trainer.
+    wait_for(lambda: len(log.steps_s) > 10 and len(pids("rollout")) == 2)
+    began_s = time.monotonic()
+    time.sleep(STOPPED_S / 2)
+    may_stop.touch()
+    (stopped,) = pids("reader")
+    wait_for(lambda: is_stopped(stopped))
+    stopped_s = time.monotonic()
+    time.sleep(STOPPED_S)
+    continued_s = time.monotonic()
+    os.kill(stopped, signal.SIGCONT)
+    before_s, meanwhile_s = (log.step_s(began_s, stopped_s), log.step_s(stopped_s, continued_s))
+    assert meanwhile_s < 1.3 * before_s
+
+    # A task that does not end is another's, and its worker is started again.
+    may_hang.touch()
+    wait_for(lambda: bool(log.of(RoleFault)), 3 * HANG_S)
+    (hung,) = log.of(RoleFault)
+    assert (hung.role, hung.cause) == ("rollout", "hang")
+    assert "sleep" in hung.text
+    steps = len(log.steps_s)
+    wait_for(lambda: len(log.steps_s) > steps + 10 and len(pids("rollout")) == 3)
+
+    # None is left, and none can start.
+    may_not_start.touch()
+    dead_s = time.monotonic()
+    newest = {it.number: it.worker for it in log.of(RoleWorkerReady) if it.role == "rollout"}
+    for worker in newest.values():
+        os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(JobFailedError, match="role rollout has 0 of at least 1 workers"):
+        handle.result()
+    assert time.monotonic() - dead_s < START_TIMEOUT_S + 10
+    consumed = read_ledger(tmp_path / "stuck" / "ledger").values()
+    numbers = [number for step in consumed for number in step]
+    assert len({*numbers}) == len(numbers) >= steps * SAMPLES
