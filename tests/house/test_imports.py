@@ -38,7 +38,7 @@ orchestrator.cluster.ray_api orchestrator.cluster.vault_group orchestrator.clust
 orchestrator.job.actor orchestrator.job.api orchestrator.job.client orchestrator.job.command_server
 orchestrator.job.ended_jobs workers.actor workers.prestop workers.vault.actor
 """
-RAY_MODULES = [f"rayzero.{name}" for name in _RAY.split()]
+RAY_MODULES = ["rayzero.data.ray_blocks", *(f"rayzero.{name}" for name in _RAY.split())]
 
 
 def used(matches: Callable[[str], bool]) -> Callable[[Module], list[str]]:
