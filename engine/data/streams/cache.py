@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from time import monotonic
 
 import pyarrow as pa
 
 from rayzero.engine.data.streams.block import BlockSource
-from rayzero.engine.errors import DataError
+from rayzero.engine.errors import DataError, RayzeroError
 
 log = logging.getLogger("rayzero.engine")
 
@@ -64,14 +65,15 @@ class BlockCache:
         self._warned = False
         self._row_bytes: dict[int, float] = {}  # by source: the most of a block that was read
 
-    def plan(self, source: int, blocks: Sequence[int]) -> None:
-        """These blocks of a source are in use from now on, and are read ahead in this order."""
+    def plan(self, blocks: Mapping[int, Sequence[int]]) -> None:
+        """These blocks of each source are in use from now on, and are read ahead in this order."""
         with self._changed:
-            former = self._plans.get(source, {})
-            keys = [(source, block) for block in blocks]
-            self._plans[source] = {key: former.get(key, 0) for key in keys}
-            for key in [it for it in self._errors if it[0] == source and it not in keys]:
-                del self._errors[key]
+            for source, own in blocks.items():
+                former = self._plans.get(source, {})
+                keys = [(source, block) for block in own]
+                self._plans[source] = {key: former.get(key, 0) for key in keys}
+                for key in [it for it in self._errors if it[0] == source and it not in keys]:
+                    del self._errors[key]
             self._start_readers()
 
     def get(self, key: Key, check: Callable[[], None]) -> pa.Table:
@@ -97,9 +99,7 @@ class BlockCache:
                 self._changed.wait(CHECK_INTERVAL_S)
                 self._check(key, since_s, check)
             self._tables.move_to_end(key)
-            table = self._tables[key]
-            self._start_readers()
-            return table
+            return self._tables[key]
 
     def close(self) -> None:
         """Drops the blocks; what is being read is read to its end, and dropped."""
@@ -126,10 +126,10 @@ class BlockCache:
         while len(self._reading) < self._threads or self._wanted:
             if (key := self._next()) is None:
                 return
-            self._reading[key] = self._estimate(key)
             threading.Thread(
                 target=self._read, args=(key,), name="rayzero-blocks", daemon=True
             ).start()
+            self._reading[key] = self._estimate(key)  # the thread takes the lock to change it
 
     def _next(self) -> Key | None:
         """The block to read next, with room for it; None if there is none. Needs the lock."""
@@ -137,28 +137,27 @@ class BlockCache:
             key = self._wanted.pop(0)
             self._make_room(self._estimate(key), in_use_too=True)
             return key
-        for plan in self._plans.values():
-            for key in plan:
-                if key in self._tables or key in self._reading or key in self._errors:
-                    continue
-                source = key[0]
-                # The first block tells how large the others are.
-                unknown = source not in self._row_bytes
-                if unknown and any(source == other for other, _ in self._reading):
-                    break
-                if self._make_room(self._estimate(key), in_use_too=False):
-                    return key
-                break
+        # The sources in turn: each needs its current window before another one its next.
+        for key in chain.from_iterable(zip_longest(*self._plans.values())):
+            is_done = key in self._tables or key in self._reading or key in self._errors
+            if key is None or is_done:
+                continue
+            # The first block of a source tells how large its others are.
+            if key[0] not in self._row_bytes and any(key[0] == it for it, _ in self._reading):
+                continue
+            has_room = self._make_room(self._estimate(key), in_use_too=False)
+            return key if has_room else None
         return None
 
     def _make_room(self, nbytes: int, *, in_use_too: bool) -> bool:
         """Drops blocks until there is room, and returns whether there is. Needs the lock."""
         room = self._limit_bytes - sum(self._reading.values()) - nbytes
-        for key in list(self._tables):
+        used = [key for key in self._tables if key in self._plans.get(key[0], {})]
+        unused = [key for key in self._tables if key not in used]
+        for key in unused + used if in_use_too else unused:
             if self._held_bytes <= room:
                 break
-            if in_use_too or key not in self._plans.get(key[0], {}):
-                self._held_bytes -= _nbytes(self._tables.pop(key))
+            self._held_bytes -= _nbytes(self._tables.pop(key))
         return self._held_bytes <= room
 
     def _estimate(self, key: Key) -> int:
@@ -200,7 +199,15 @@ class BlockCache:
 
     def _read_checked(self, key: Key) -> pa.Table:
         source, block = key
-        table = self._sources[source].read(block)
+        try:
+            table = self._sources[source].read(block)
+        except RayzeroError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"{self._describe(key)} could not be read: {type(error).__name__}: {error}",
+                fix="correct the source, or the data behind it",
+            ) from error
         rows = int(self._sources[source].counts[block])
         if table.num_rows != rows:
             raise DataError(

@@ -135,6 +135,10 @@ class StreamSource(SampleSource):
         self._share = (0.0, 1.0)
         if batch == self._order.group and cursor % batch == 0:
             self._share = (own[0][0] / batch, own[-1][1] / batch) if own else (0.0, 0.0)
+        places = self._order.places(cursor, batch)
+        sources, firsts = np.unique(places.sources, return_index=True)
+        turns = zip(sources.tolist(), places.turns[firsts].tolist(), strict=True)
+        self._enter_windows(dict(turns))  # together: none takes the memory of another one's
 
     def read(
         self, step: int, part: MicroBatch, *, is_last: bool, check: Callable[[], None]
@@ -144,7 +148,7 @@ class StreamSource(SampleSource):
         keys = list(zip(places.sources.tolist(), places.turns.tolist(), strict=True))
         for key in sorted(set(keys)):
             source, turn = key
-            self._enter_window(source, turn)
+            self._enter_windows({source: turn})
             wanted = [it for it, other in enumerate(keys) if other == key]
             block = int(places.blocks[wanted[0]])
             table = self.cache.get((source, block), check)
@@ -154,14 +158,18 @@ class StreamSource(SampleSource):
                 samples[it] = sample
         return self._order.numbers(places).tolist(), samples
 
-    def _enter_window(self, source: int, turn: int) -> None:
-        order = self._order.orders[source]
-        window = order.window_of(turn)
-        if self._windows.get(source) == window:
-            return
-        self._windows[source] = window
-        blocks = [order.blocks_of_window(it, *self._share) for it in (window, window + 1)]
-        self.cache.plan(source, [*blocks[0], *blocks[1]])
+    def _enter_windows(self, turns: Mapping[int, int]) -> None:
+        """The next rows of these sources are of blocks with these turns."""
+        plans: dict[int, list[int]] = {}
+        for source, turn in turns.items():
+            order = self._order.orders[source]
+            window = order.window_of(turn)
+            if self._windows.get(source) != window:
+                self._windows[source] = window
+                blocks = [order.blocks_of_window(it, *self._share) for it in (window, window + 1)]
+                plans[source] = [*blocks[0], *blocks[1]]
+        if plans:
+            self.cache.plan(plans)
 
     def _make_samples(
         self, source: int, block: int, table: pa.Table, rows: Sequence[int]

@@ -129,6 +129,23 @@ def test_memory_is_bounded_and_what_does_not_fit_is_read_again(
     assert caplog.text.count("do not fit") == 1
 
 
+def test_sources_share_a_small_cache() -> None:
+    """The current window of each is read before the next one of another: each block once."""
+    web, code = (MemorySource([40] * 16, name, width=1000) for name in ("web", "code"))
+    limit = 11 * web.read(0).get_total_buffer_size()
+    web.reads.clear()
+    parts = {it.name: (rayzero.data.stream(it, 4), 0.5) for it in (web, code)}
+    source = make_source(rayzero.data.mix(parts, cache_bytes=limit), 16)
+    part = assign_step(16, 1, 0, 16)[0]
+    source.begin(0, StepSplit((part,)), no_check)
+    rows = []
+    for cursor in range(0, 960, 16):  # three windows of four: the next epoch is not read ahead
+        rows += source.read(cursor, part, is_last=True, check=no_check)[0]
+    assert len(set(rows)) == 960
+    assert set(web.reads.values()) | set(code.reads.values()) == {1}
+    assert source.cache.counters.peak_bytes <= 1.1 * limit
+
+
 def test_a_block_larger_than_the_limit_is_refused() -> None:
     source = make_source(rayzero.data.stream(MemorySource([50]), cache_bytes=100), 2)
     with pytest.raises(DataError, match="cache_bytes"):
@@ -167,7 +184,7 @@ def test_errors_name_source_block_and_row_and_a_read_is_tried_again() -> None:
     memory.before_read = lambda block: (_ for _ in ()).throw(failures.pop()) if failures else None
     source = make_source(rayzero.data.stream(memory, transform=lambda it: 1 // it["row"]), 50)
     part = assign_step(50, 1, 0, 50)[0]
-    with pytest.raises(OSError, match="storage is away"):
+    with pytest.raises(DataError, match=r"block 0\) could not be read: OSError: storage is away"):
         source.read(0, part, is_last=True, check=no_check)
     with pytest.raises(DataError, match=r"row 0 of block 0 of 'memory' \(memory block 0\)"):
         source.read(0, part, is_last=True, check=no_check)
@@ -175,9 +192,7 @@ def test_errors_name_source_block_and_row_and_a_read_is_tried_again() -> None:
 
 def test_a_block_with_other_rows_is_refused() -> None:
     memory = MemorySource([50])
-    memory.counts[0] = 49
     source = make_source(rayzero.data.stream(memory), 2)
-    memory.counts[0] = 50
     memory.read = lambda block: pa.table({"row": [1]})  # type: ignore[method-assign]
     with pytest.raises(DataError, match="has 1 rows, and had 50"):
         source.read(0, assign_step(2, 1, 0, 2)[0], is_last=True, check=no_check)
