@@ -19,7 +19,7 @@ _NOT_BY_SHARD = {
     "TakeExamplesIterable": "take(), which takes other rows of the shards",
     "SkipExamplesIterable": "skip(), which skips other rows of the shards",
 }
-"""Of `datasets`: steps whose rows are not those of the shards one after the other."""
+"""Steps of `datasets` whose rows are not those of the shards one after the other."""
 _FILES = "rayzero.data.blocks(paths of its files), or dataset.to_parquet(path) and blocks(path)"
 
 
@@ -86,7 +86,7 @@ class HfRows:
 
     @property
     def fingerprint(self) -> str:
-        """Of the dataset's own, which changes with its rows and every transform."""
+        """Hashes the dataset's own, which changes with its rows and every transform."""
         own = self._dataset.with_format(None)._fingerprint
         columns = self._dataset.format["columns"]
         return xxhash.xxh3_128_hexdigest(f"{own} {columns}".encode() + self.counts.tobytes())

@@ -1,4 +1,4 @@
-"""What a source of a stream is. Imports no torch."""
+"""The interface of a source of blocks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class BlockSource(Protocol):
         ...
 
     def describe(self, block: int) -> str:
-        """Where a block is: `s3://b/a.parquet, row group 3`."""
+        """Says where a block is: `s3://b/a.parquet, row group 3`."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Of the files, counts and columns: another one after each change of them. It is in the
+        """Identifies the files, counts and columns: it changes with each of them. It is in the
         training state, and is compared when that is loaded."""
         ...

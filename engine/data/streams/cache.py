@@ -25,7 +25,7 @@ CHECK_INTERVAL_S = 0.2
 
 @dataclass
 class CacheCounters:
-    """What a cache has done. `hits` are the reads of a block that did not wait."""
+    """Counts what a cache has done. `hits` are the reads of a block that did not wait."""
 
     reads: int = 0
     hits: int = 0

@@ -183,10 +183,10 @@ class StreamOrder:
         if len(parts) == 1:
             return parts[0]
         return Places(
-            *(
-                np.concatenate([getattr(part, name) for part in parts])
-                for name in ("sources", "turns", "blocks", "rows")
-            )
+            sources=np.concatenate([part.sources for part in parts]),
+            turns=np.concatenate([part.turns for part in parts]),
+            blocks=np.concatenate([part.blocks for part in parts]),
+            rows=np.concatenate([part.rows for part in parts]),
         )
 
     def indices(self, start: int, count: int) -> Integers:

@@ -159,7 +159,7 @@ class PackedBlocks:
         return lengths, kept[counts]
 
     def _load(self, path: Path) -> dict[str, NDArray[Any]]:
-        """What an index of these documents has; nothing of one of others."""
+        """The entry of these documents in an index; empty if it is of others."""
         if not path.exists():
             return {}
         try:
@@ -251,8 +251,8 @@ def place_best_fit(lengths: Integers, room: int) -> list[list[Piece]]:
 
 
 def cu_seqlens(position_ids: NDArray[np.integer[Any]]) -> NDArray[np.int32]:
-    """Where each document of a batch begins, then the end of the last one: the cumulative lengths
-    that variable-length attention takes, of the batch's sequences one after another. Takes a tensor
-    in host memory, too."""
+    """Returns where each document of a batch begins, then the end of the last one: the cumulative
+    lengths that variable-length attention takes, of the batch's sequences one after another. Takes
+    a tensor in host memory, too."""
     flat = np.asarray(position_ids).reshape(-1)
     return np.append(np.flatnonzero(flat == 0), len(flat)).astype(np.int32)

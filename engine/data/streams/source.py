@@ -19,7 +19,7 @@ from rayzero.engine.data.streams.order import BlockOrder, StreamOrder
 from rayzero.engine.errors import ConfigError, DataError, EngineError
 
 STATE_NAME = "rayzero.stream"
-"""Of what the order of the samples depends on, among the registered state."""
+"""The registered state with what the order of the samples depends on."""
 
 Transform = Callable[[dict[str, Any]], Any]
 Register = Callable[[str, Callable[[], Any], Callable[[Any], object]], None]
@@ -80,7 +80,7 @@ class BlockStream:
         return StreamOrder(orders, MixSchedule(lengths, weights, limits), batch)
 
     def identity(self, seed: int) -> dict[str, Any]:
-        """What the order depends on, by the words of an error."""
+        """Returns what the order depends on, by the words of an error."""
         identity: dict[str, Any] = {"seed": str(seed)}
         for part in self.parts:
             counts, name = part.source.counts, part.source.name

@@ -28,7 +28,11 @@ Paths: TypeAlias = str | Path | Sequence[str | Path]
 
 _SETTING = "the path given to rayzero.data.blocks"
 _CONTENT_ERRORS = (
-    *(OSError, EOFError, pa.ArrowException, tarfile.TarError, zlib.error),
+    OSError,
+    EOFError,
+    pa.ArrowException,
+    tarfile.TarError,
+    zlib.error,
     *CONTENT_ERRORS,
 )
 _PASSING: tuple[str, ...] = ("slow", "other")

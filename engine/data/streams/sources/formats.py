@@ -1,4 +1,4 @@
-"""What a format of files is, and Parquet."""
+"""The interface of a format of files, and Parquet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CACHED_FOOTERS = 256
 
 @dataclass(frozen=True)
 class FileBlock:
-    """Where a block is in its file.
+    """The place of a block in its file.
 
     Attributes:
         start: its first byte; in Parquet files the number of the row group.

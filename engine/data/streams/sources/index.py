@@ -59,7 +59,7 @@ def find_blocks(
 
 
 def listing_digest(files: Sequence[SourceFile], options: str) -> str:
-    """Of names, sizes and times of files, and of how they are cut."""
+    """Hashes names, sizes and times of files, and how they are cut."""
     listing = [[file.url, file.nbytes, file.modified_s] for file in files]
     return xxhash.xxh3_128_hexdigest(json.dumps([_VERSION, options, listing]).encode())
 
