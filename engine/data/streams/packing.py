@@ -176,7 +176,7 @@ class PackedBlocks:
         own = path.with_name(f"{path.name}.{uuid4().hex}")  # several workers may make it at once
         try:
             with own.open("wb") as file:
-                np.savez(file, **{**kept, "of": np.array(self._index_key)})  # type: ignore[arg-type]
+                np.savez(file, of=np.array(self._index_key), **kept)  # type: ignore[arg-type]
             own.replace(path)
         except OSError as error:
             own.unlink(missing_ok=True)
