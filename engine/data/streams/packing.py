@@ -165,7 +165,7 @@ class PackedBlocks:
         try:
             with np.load(path, allow_pickle=False) as file:
                 kept = {name: file[name] for name in file.files}
-            return kept if str(kept["of"]) == self._index_key else {}
+            return kept if str(kept.pop("of")) == self._index_key else {}
         except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
             raise DataError(
                 f"the index {path} cannot be read: {type(error).__name__}: {error}",
