@@ -8,9 +8,9 @@ from typing import Any
 
 from rayzero.orchestrator.job_events import Repaired
 from rayzero.orchestrator.machine import State
-from rayzero.workers.messages import Heartbeat
+from rayzero.workers.messages import Heartbeat, InProcessStateInfo
 from rayzero.workers.roles.view import TASKS_PHASE
-from tests.orchestrator.fake_cluster import FakeCluster
+from tests.orchestrator.fake_cluster import FakeCluster, FakeProcess
 from tests.orchestrator.fake_roles import FakeRoleGroup
 from tests.orchestrator.support import Harness, settle
 
@@ -76,6 +76,27 @@ async def test_lost_buffer_ends_the_generation_that_reads_from_it(folder: Path):
     heard = [buffer for buffer, _ in groupby(view.buffer for view in group.views[101])]
     assert heard == [lost, None, new]
     assert harness.controller.status().faults == {}, "no worker is at fault"
+
+
+async def test_lost_buffer_loses_no_step_that_all_ranks_have_finished(folder: Path):
+    """Where one rank has ended the next step, in which the others were interrupted."""
+    checkpoint = {"every_steps": 2}
+    harness, _ = await started(folder, "aa", checkpoint=checkpoint)
+    await harness.steps(2)
+    cluster = harness.cluster
+    ahead = cluster.processes[0]
+
+    def left(process: FakeProcess) -> InProcessStateInfo:
+        step = process.step + (process is ahead)
+        return InProcessStateInfo(step, whole=False, copies=(step - 1, step))
+
+    cluster._memory = left  # type: ignore[method-assign]
+    cluster.vaults.kill("a")
+    await settle()
+    await harness.steps(1)
+    repairs = [(it.cause, it.step, it.steps_redone) for it in harness.log.of(Repaired)]
+    assert repairs == [("rollouts", 3, 0)], "its copy of the step before is in its memory"
+    assert [it for it in cluster.commands if it[0] == "salvage"] == [("salvage", 0), ("salvage", 1)]
 
 
 async def test_another_vault_may_be_lost(folder: Path):
