@@ -6,9 +6,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.job_events import Repaired
 from rayzero.orchestrator.machine import State
-from rayzero.workers.messages import Heartbeat, InProcessStateInfo
+from rayzero.workers.messages import Finished, Heartbeat, InProcessStateInfo
 from rayzero.workers.roles.view import TASKS_PHASE
 from tests.orchestrator.fake_cluster import FakeCluster, FakeProcess
 from tests.orchestrator.fake_roles import FakeRoleGroup
@@ -97,6 +98,23 @@ async def test_lost_buffer_loses_no_step_that_all_ranks_have_finished(folder: Pa
     repairs = [(it.cause, it.step, it.steps_redone) for it in harness.log.of(Repaired)]
     assert repairs == [("rollouts", 3, 0)], "its copy of the step before is in its memory"
     assert [it for it in cluster.commands if it[0] == "salvage"] == [("salvage", 0), ("salvage", 1)]
+
+
+async def test_function_that_returns_makes_no_more_samples(folder: Path):
+    """Its ranks would wait for ever."""
+    workers = {"min": 1, "max": 2, "start_timeout_s": 20.0}
+    roles = {"rollout": JOB["roles"]["rollout"] | {"workers": workers}}
+    harness = Harness(folder, FakeCluster("ab"), **(JOB | {"roles": roles}))
+    group = harness.roles["rollout"]
+    await settle()
+    group.start()
+    await settle()
+    await harness.trained(1)
+    group.post(101, Finished(0, 0, {}, {}, 1, None))
+    for _ in range(25):
+        await harness.clock.advance(1.0)
+    failure = await harness.fails(JobFailedError, "role rollout has 0 of at least 1 workers")
+    assert "in 1 more the function has returned" in failure.seen
 
 
 async def test_another_vault_may_be_lost(folder: Path):
