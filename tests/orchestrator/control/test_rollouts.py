@@ -6,9 +6,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.job_events import Repaired
-from rayzero.orchestrator.machine import State
+import pytest
+
+from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
+from rayzero.orchestrator.job_events import Repaired, Resized
+from rayzero.orchestrator.machine import State, StopRequested
 from rayzero.workers.messages import Finished, Heartbeat, InProcessStateInfo
 from rayzero.workers.roles.view import TASKS_PHASE
 from tests.orchestrator.fake_cluster import FakeCluster, FakeProcess
@@ -115,6 +117,41 @@ async def test_function_that_returns_makes_no_more_samples(folder: Path):
         await harness.clock.advance(1.0)
     failure = await harness.fails(JobFailedError, "role rollout has 0 of at least 1 workers")
     assert "in 1 more the function has returned" in failure.seen
+
+
+@pytest.mark.parametrize("stops", [False, True])
+async def test_resize_and_stop_interrupt_a_wait_for_samples(folder: Path, stops: bool):
+    """One rank waits for them, the other one for that rank: nobody makes any."""
+    checkpoint = {"every_steps": 100, "grace_period_s": 60.0}
+    harness, group = await started(folder, "aa", workers=(1, 2), checkpoint=checkpoint)
+    await harness.steps(2)
+    cluster = harness.cluster
+    group.lose(101)
+    await settle()
+    if stops:
+        harness.controller.post_event(StopRequested())
+    else:
+        harness.controller.scale(1, 1)
+    began_s = harness.clock.now()
+    for waits in (False, True):
+        assert [it.assign.generation for it in cluster.members] == [1, 1]
+        assert not [it for it in cluster.commands if it[0] == "fence"]
+        for _ in range(10):
+            phase = "samples" if waits else "data"
+            cluster.send_heartbeat(0, step=4, phase=phase)
+            cluster.send_heartbeat(1, step=4, phase="forward", waiting=True)
+            await harness.clock.advance(1.0)
+    assert len([it for it in cluster.commands if it[0] == "fence"]) == 2
+    if stops:
+        assert harness.run.done()
+        with pytest.raises(JobStoppedError, match="stopped after step 3"):
+            await harness.run
+        assert harness.clock.now() - began_s < 30, "checkpoint.grace_period_s is not used up"
+        return
+    await harness.steps(1)
+    assert [it.assign.world_size for it in cluster.members] == [1]
+    assert [(it.step, it.world_size) for it in harness.log.of(Resized)] == [(3, 1)]
+    assert not harness.log.of(Repaired)
 
 
 async def test_another_vault_may_be_lost(folder: Path):
