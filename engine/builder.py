@@ -25,6 +25,9 @@ from rayzero.engine.config import EngineConfig, resolve_batch_sizes
 from rayzero.engine.data.loader import DatasetSource, MapDataset, SampleSource, StepLoader
 from rayzero.engine.data.micro_batches import MicroBatches
 from rayzero.engine.data.sampling import StepSplit, TrainingProgress, assign_step
+from rayzero.engine.data.streams.api import stream
+from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.data.streams.source import BlockStream, StreamSource
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.leaf_modules import apply_leaf_names
 from rayzero.engine.layout.units import find_blocks
@@ -230,13 +233,18 @@ def split_step(settings: Settings, collectives: Collectives) -> StepSplit:
 
 def make_loader(
     step: TrainingStep,
-    data: MapDataset | SampleSource,
+    data: MapDataset | SampleSource | BlockStream | BlockSource,
     collate_fn: Callable[[list[Any]], Any] | None,
     session: HostSession | None,
 ) -> StepLoader:
     """The loader of this rank's part of every step."""
+    seed = session.seed if session is not None else 0
+    if isinstance(data, BlockSource):
+        data = stream(data)
+    if isinstance(data, BlockStream):
+        data = StreamSource(data, seed, step.micro_batches.progress, step.state.register)
     if not isinstance(data, SampleSource):
-        data = DatasetSource(data, session.seed if session is not None else 0)
+        data = DatasetSource(data, seed)
     return StepLoader(
         data,
         step.micro_batches,

@@ -21,6 +21,8 @@ from rayzero.engine.builder import SchedulerLike, build_training_step, make_load
 from rayzero.engine.checkpoint_io import load_checkpoint, save_checkpoint
 from rayzero.engine.config.explain import log_explanation
 from rayzero.engine.data.loader import MapDataset, StepLoader
+from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.data.streams.source import BlockStream
 from rayzero.engine.metrics import StepMetrics
 from rayzero.engine.model_claims import check_unclaimed, claim_params
 from rayzero.engine.optim.build import NoOptimizer, OptimizerLike
@@ -82,7 +84,7 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
         *,
         config: ConfigLike | None = None,
         model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
-        training_data: MapDataset | None = None,
+        training_data: MapDataset | BlockStream | BlockSource | None = None,
         lr_scheduler: SchedulerLike | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         name: str | None = None,
@@ -99,7 +101,8 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
                 default the rayzero job's. With neither config nor optimizer: AdamW at lr 1e-3.
             model_parameters: parameters or parameter groups to train; by default the optimizer's,
                 or all that require gradients.
-            training_data: a map-style dataset; None if the script makes its own batches.
+            training_data: a map-style dataset, or a stream (`rayzero.data`); None if the script
+                makes its own batches.
             lr_scheduler: a scheduler of the optimizer, or a function that makes one: of each step.
             collate_fn: makes a batch from a list of samples.
             name: of one of several engines that a job trains, such as `critic`: its state is stored

@@ -11,24 +11,23 @@ from rayzero.engine.errors import ConfigError, did_you_mean
 _REMOTE_SCHEMES = ("s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss")
 
 
-def open_store(url: str) -> Store:
+def open_store(url: str, setting: str = "checkpoint.path") -> Store:
     """The store with this top folder: a path, or a file://, s3://, gs:// or hdfs:// URL. It need
-    not exist yet. Raises ConfigError if the URL's scheme is not supported, or an option in it is
-    wrong; StoreError if the service cannot be reached."""
+    not exist yet. Raises ConfigError, which names `setting`, if the URL's scheme is not supported,
+    or an option in it is wrong; StoreError if the service cannot be reached."""
     if not is_remote(url):
         return LocalStore(Path(local_path(url)))
     scheme = urlsplit(url).scheme
     if scheme not in _REMOTE_SCHEMES:
         raise ConfigError(
-            f"checkpoints cannot be stored at {url}"
-            f"{did_you_mean(scheme, [*_REMOTE_SCHEMES, 'file'])}",
+            f"the URL {url} cannot be used{did_you_mean(scheme, [*_REMOTE_SCHEMES, 'file'])}",
             allowed="a path, or a URL with file, " + ", ".join(_REMOTE_SCHEMES),
-            fix="checkpoint.path",
+            fix=setting,
         )
     # Imported here: pyarrow takes longer to import than a vault to start, and disks do not need it.
     from rayzero.engine.checkpoint.store_remote import RemoteStore
 
-    return RemoteStore(url)
+    return RemoteStore(url, setting)
 
 
 def is_remote(url: str) -> bool:

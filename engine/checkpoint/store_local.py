@@ -61,6 +61,9 @@ class Store(Protocol):
     def list_folder(self, folder: str = "") -> list[StoreEntry]:
         """The content of a folder; empty if it does not exist."""
 
+    def find(self, name: str) -> StoreEntry | None:
+        """A file or folder, or None if it does not exist."""
+
     def create(self, name: str, chunks: Iterable[memoryview]) -> None:
         """Create a file of these chunks, and its folders. The file appears under its name when it
         is durable; after an exception, also of the iterator, or a crash it does not exist. A chunk
@@ -112,6 +115,14 @@ class LocalStore(Store):
         with store_errors(str(path)), suppress(FileNotFoundError), os.scandir(path) as entries:
             return [info for entry in entries if (info := _to_store_entry(entry)) is not None]
         return []
+
+    def find(self, name: str) -> StoreEntry | None:
+        path = self._folder / name
+        with store_errors(str(path)), suppress(FileNotFoundError, NotADirectoryError):
+            status = os.stat(path)
+            folder = stat.S_ISDIR(status.st_mode)
+            return StoreEntry(path.name, folder, 0 if folder else status.st_size, status.st_mtime)
+        return None
 
     def create(self, name: str, chunks: Iterable[memoryview]) -> None:
         path = self._folder / name

@@ -25,7 +25,7 @@ _EDGE_BYTES = 64 * 1024  # read back from the beginning and the end of a written
 class RemoteStore(Store):
     """An object store or HDFS. Confirmed writes are read back and compared."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, setting: str = "checkpoint.path") -> None:
         """The URL may have options in its query, as pyarrow's `FileSystem.from_uri` accepts them:
         `s3://bucket/path?endpoint_override=host:port&scheme=http`. Credentials are found as by the
         service's own tools: environment variables, files, instance metadata. Raises ConfigError if
@@ -38,7 +38,7 @@ class RemoteStore(Store):
             raise ConfigError(
                 f"the URL {url} cannot be used: {error}",
                 allowed="a path, or a URL that pyarrow.fs.FileSystem.from_uri accepts",
-                fix="checkpoint.path",
+                fix=setting,
             ) from None
 
     def list_folder(self, folder: str = "") -> list[StoreEntry]:
@@ -46,15 +46,15 @@ class RemoteStore(Store):
         selector = fs.FileSelector(path, allow_not_found=True)
         with self._errors(folder):
             return [
-                StoreEntry(
-                    info.base_name,
-                    info.type == fs.FileType.Directory,
-                    info.size or 0,
-                    info.mtime_ns / 1e9 if info.mtime_ns else 0.0,
-                )
+                _to_store_entry(info)
                 for info in self._fs.get_file_info(selector)
                 if info.path.rstrip("/") != path
             ]
+
+    def find(self, name: str) -> StoreEntry | None:
+        with self._errors(name):
+            info = self._fs.get_file_info(self._path(name))
+        return None if info.type == fs.FileType.NotFound else _to_store_entry(info)
 
     def create(self, name: str, chunks: Iterable[memoryview]) -> None:
         path = self._path(name)
@@ -159,6 +159,15 @@ class RemoteReadStream(ReadStream):
 
     def close(self) -> None:
         self._file.close()
+
+
+def _to_store_entry(info: Any) -> StoreEntry:
+    return StoreEntry(
+        info.base_name,
+        info.type == fs.FileType.Directory,
+        info.size or 0,
+        info.mtime_ns / 1e9 if info.mtime_ns else 0.0,
+    )
 
 
 def _with_default_options(url: str) -> str:

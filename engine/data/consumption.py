@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from rayzero.engine.data.consumed import Consumed
 from rayzero.engine.data.loader import SampleSource
-from rayzero.engine.data.sampling import MicroBatch, TrainingProgress
+from rayzero.engine.data.sampling import MicroBatch, StepSplit, TrainingProgress
 from rayzero.engine.errors import ConfigError, EngineError
 
 STATE_NAME = "rayzero.rollouts"
@@ -79,7 +79,7 @@ class LogSource(SampleSource):
         self._at: dict[int, Consumed] = {0: Consumed()}  # by sample cursors at which steps end
         register(STATE_NAME, self._get, self._set)
 
-    def begin(self, cursor: int, check: Callable[[], None]) -> None:
+    def begin(self, cursor: int, split: StepSplit, check: Callable[[], None]) -> None:
         self._log.open(self._consumed(cursor), check)
 
     def read(

@@ -46,8 +46,11 @@ class SampleSource(ABC):
     length: int
     may_wait = False
 
-    def begin(self, cursor: int, check: Callable[[], None]) -> None:  # noqa: B027 -- a default
-        """Reading begins with the step at that cursor."""
+    def begin(  # noqa: B027 -- a default
+        self, cursor: int, split: StepSplit, check: Callable[[], None]
+    ) -> None:
+        """Reading begins with the step at that cursor, of which this rank reads that part, as of
+        those after it."""
 
     @abstractmethod
     def read(
@@ -283,7 +286,7 @@ class StepLoader:
 
         device = get_device(self.device)
         device.make_current()  # or pinning uses device 0
-        self._source.begin(cursor, check)
+        self._source.begin(cursor, split, check)
         for step in range(steps):
             start = cursor + step * self.progress.global_batch
             for turn in range(done if step == 0 else 0, len(split)):

@@ -13,13 +13,23 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from rayzero.engine.data.sampling import SampleOrder
+import numpy as np
+from numpy.typing import NDArray
+
 from rayzero.engine.errors import DataError
 from rayzero.engine.trackers import append_all
 
 _LEDGER_PATTERN = "generation-*.jsonl"
+
+
+class Order(Protocol):
+    """The order of a dataset, or of a stream."""
+
+    def indices(self, start: int, count: int) -> NDArray[np.int64]:
+        """The numbers of the samples at the positions `start` to `start + count - 1`."""
+        ...
 
 
 class SampleLedger:
@@ -105,7 +115,7 @@ def read_ledger(folder: str | Path) -> dict[int, list[int]]:
 
 
 def check_ledger(
-    folder: str | Path, order: SampleOrder, global_batch: int, steps: int | None = None
+    folder: str | Path, order: Order, global_batch: int, steps: int | None = None
 ) -> list[LedgerMismatch]:
     """The steps that did not consume exactly the samples of their positions, each once. `steps` is
     the number of steps that the job finished; None: those in the ledger."""

@@ -77,8 +77,10 @@ class StateRegistry:
         self.deliver()
 
     def take_over(self, other: StateRegistry) -> None:
-        """Takes what another registry has read of a state."""
+        """Takes what another registry has read of a state, and what is registered there."""
         self._restored, self._is_own = other._restored, other._is_own
+        for name, entry in other._entries.items():
+            self.register(name, entry.get, entry.set)
         self.deliver()
 
     def read(self, source: StateSource, rank: int) -> None:

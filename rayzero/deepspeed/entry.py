@@ -14,6 +14,8 @@ from rayzero.engine.api.sharded_params import add_stage3_names
 from rayzero.engine.builder import SchedulerLike
 from rayzero.engine.config import parse_config
 from rayzero.engine.data.loader import MapDataset, StepLoader
+from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.data.streams.source import BlockStream
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.optim.build import OptimizerLike
@@ -26,7 +28,7 @@ def initialize(
     model: nn.Module | Callable[[], nn.Module] | None = None,
     optimizer: OptimizerLike | None = None,
     model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
-    training_data: MapDataset | None = None,
+    training_data: MapDataset | BlockStream | BlockSource | None = None,
     lr_scheduler: SchedulerLike | None = None,
     distributed_port: int = 29500,
     mpu: Any = None,

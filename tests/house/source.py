@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("engine", "workers", "orchestrator")
-ADAPTERS = ("/deepspeed", "/huggingface", "/vllm")
+ADAPTERS = ("/data", "/deepspeed", "/huggingface", "/vllm")
 FOLDERS = ("*.md", "docs/*.md", "examples/**/*.md", "helm/**/*.md", "manifests/*.md")
 PAGES = [page for pattern in FOLDERS for page in sorted(ROOT.glob(pattern))]
 COMMAND = re.compile(r"(?:^|\s)(?:\S*python3? -m )?rayzero (?=[a-z-])")

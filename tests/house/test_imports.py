@@ -38,7 +38,7 @@ orchestrator.cluster.ray_api orchestrator.cluster.vault_group orchestrator.clust
 orchestrator.job.actor orchestrator.job.api orchestrator.job.client orchestrator.job.command_server
 orchestrator.job.ended_jobs workers.actor workers.prestop workers.vault.actor
 """
-RAY_MODULES = [f"rayzero.{name}" for name in _RAY.split()]
+RAY_MODULES = ["rayzero.data.ray_blocks", *(f"rayzero.{name}" for name in _RAY.split())]
 
 
 def used(matches: Callable[[str], bool]) -> Callable[[Module], list[str]]:
@@ -149,6 +149,9 @@ RULES: dict[str, tuple[Callable[[Module], list[str]], dict[str, str], tuple[str,
             "rayzero.engine.checkpoint_io": "a model for export, outside steps",
             "rayzero.engine.data.loader": "indices are in host memory",
             "rayzero.engine.data.sample_ledger": "indices are in host memory",
+            "rayzero.engine.data.streams.mixture": "numpy's integers",
+            "rayzero.engine.data.streams.packing": "numpy's integers",
+            "rayzero.engine.data.streams.source": "numpy's integers",
             "rayzero.engine.optim.optimizers": "LAMB counts its steps in host memory",
             "rayzero.engine.state.client_state": "the script's tensors in a checkpoint",
             "rayzero.engine.state.metadata": "words of a random state in host memory",

@@ -16,6 +16,8 @@ REASONS = {
         workers.worker: FENCE_INTERVAL_S
         workers.authenticated: _CHECK_S
         engine.data.loader: _SIGN_INTERVAL_S
+        engine.data.streams.cache: CHECK_INTERVAL_S
+        engine.data.streams.sources.files: _FIRST_PAUSE_S _LONGEST_PAUSE_S
         workers.rollouts.buffer_client: POLL_S _CONNECT_S _RETRY_S
         workers.rollouts.server: _EXPIRY_S _ASK_AGAIN_S
         workers.vault.server: _PING_INTERVAL_S
@@ -112,6 +114,11 @@ REASONS = {
         orchestrator.spec: MAX_LEASE_S
         orchestrator.cluster.addresses: MAX_PROBE_S
         orchestrator.numbers: MAX_UNIX_S
+    """,
+    "the default of an argument": """
+        engine.data.streams.api: _READ_TIMEOUT_S
+        engine.data.streams.sources.file_blocks: RETRY_S
+        data.ray_blocks: TIMEOUT_S
     """,
     "one chunk of a fixed size": """
         engine.offload.nvme_store: IO_LIMIT_S

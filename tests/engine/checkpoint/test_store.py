@@ -61,6 +61,16 @@ def test_local_store(tmp_path):
     assert store.list_folder() == []
 
 
+def test_find_tells_files_folders_and_neither(tmp_path):
+    store = LocalStore(tmp_path)
+    store.create("folder/file", [memoryview(b"abc")])
+    found = store.find("folder/file")
+    assert [found] == store.list_folder("folder")
+    assert store.find("folder").is_folder
+    assert store.find("other") is None
+    assert store.find("folder/file/below") is None
+
+
 def test_short_reads_are_continued(tmp_path, monkeypatch):
     real = os.preadv
     monkeypatch.setattr(

@@ -103,6 +103,15 @@ def test_failed_upload_leaves_no_object(job):
     assert store.list_folder() == []
 
 
+def test_find_tells_files_folders_and_neither(job):
+    store = open_store(job)
+    store.create("folder/file", [memoryview(b"abc")])
+    found = store.find("folder/file")
+    assert (found.name, found.nbytes, found.is_folder) == ("file", 3, False)
+    assert store.find("folder").is_folder
+    assert store.find("other") is None
+
+
 class CorruptingFileSystem:
     """Stores other bytes than were written, as older S3 servers do with chunked uploads."""
 

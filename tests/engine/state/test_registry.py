@@ -344,3 +344,13 @@ def test_a_step_that_is_lost_is_counted_and_changes_no_value_of_the_caller():
     train(engine, 1)
     assert (engine.global_steps, engine.progress.lost_steps) == (2, 1)
     assert got == []
+
+
+def test_a_host_takes_over_what_is_registered_with_an_engine() -> None:
+    own, host = StateRegistry(), StateRegistry()
+    own.register("stream", lambda: 1, lambda value: None)
+    host.take_over(own)
+    host.register("other", lambda: 2, lambda value: None)
+    host.capture()
+    assert "stream" in host
+    assert host.ranges(0)

@@ -132,7 +132,7 @@ COMMANDS: list[tuple[str, tuple[str, ...]]] = [
     ("scale first 4:2", ("'4:2' is not a number of workers", "1 <= MIN <= MAX")),
     ("resume nosuch", ("there is no journal in runs/nosuch", "--path")),
     ("chaos first kill", ("not a call", "kill(rank=1, step=7", "chaos --list")),
-    ("ckpt ls s4://x/y", ("cannot be stored at s4://x/y", "s3", "checkpoint.path")),
+    ("ckpt ls s4://x/y", ("the URL s4://x/y cannot be used", "s3", "checkpoint.path")),
     ("ckpt prune runs --keep 0", ("--keep", "greater than or equal to 1")),
     ("config explain nope.json", ("'nope.json' cannot be read", "No such file")),
     ("plan first:train --batch first:train --gpu h900", ("--gpu 'h900'", "80GB", "h100")),

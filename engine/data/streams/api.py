@@ -1,0 +1,100 @@
+"""`rayzero.data`: what a script calls to describe a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.data.streams.source import BlockStream, Mixture, StreamPart, Transform
+from rayzero.engine.errors import ConfigError, did_you_mean
+
+_CACHE_BYTES = 1 << 30
+_THREADS = 4
+_READ_TIMEOUT_S = 600.0
+
+
+def stream(
+    source: BlockSource,
+    shuffle_window: int = 16,
+    cache_bytes: int = _CACHE_BYTES,
+    transform: Transform | None = None,
+    threads: int = _THREADS,
+    read_timeout_s: float = _READ_TIMEOUT_S,
+) -> BlockStream:
+    """A source of blocks as training data: each row once an epoch, in an order that depends on the
+    job's seed and the position only, at any number of workers and through faults and resizes.
+
+    A sample is a dict of a row's columns: lists of numbers are numpy arrays, others Python values.
+    The rows of a step are sorted by block, so the rows of a micro-batch are of few blocks.
+
+    Args:
+        shuffle_window: number of blocks whose rows are mixed. A worker holds its part of two
+            windows.
+        cache_bytes: of the blocks in a worker's memory, at most.
+        transform: makes a sample of the dict of a row, in the thread that reads ahead.
+        threads: the most that read blocks, in each worker.
+        read_timeout_s: how long one block may take.
+
+    Raises:
+        ConfigError: a number is not positive.
+    """
+    part = StreamPart(source, shuffle_window, transform)
+    return BlockStream((part,), cache_bytes, threads, read_timeout_s)
+
+
+def mix(
+    sources: Mapping[str, tuple[BlockSource | BlockStream, float]],
+    changes: Mapping[int, Mapping[str, float]] | None = None,
+    max_epochs: Mapping[str, float] | None = None,
+    cache_bytes: int = _CACHE_BYTES,
+    threads: int = _THREADS,
+    read_timeout_s: float = _READ_TIMEOUT_S,
+) -> BlockStream:
+    """A mixture of sources by weights: after any number of samples, each source has had its share
+    of them, to within one sample.
+
+    Args:
+        sources: {name: (source, weight)}. A source may be a `stream` with its own `shuffle_window`
+            and `transform`; its other settings are those of the mixture.
+        changes: {step: {name: weight}}: weights that change before that step, counted from 0, in
+            samples of the `train_batch_size` with which the job began.
+        max_epochs: {name: how often its rows are used, such as 1.5}. After that, the other sources
+            share by their weights. By default epochs repeat. If each source has one, an epoch of
+            the mixture ends when all are used; otherwise it has as many samples as all sources.
+
+    Raises:
+        ConfigError: a name is unknown, or a number is not positive.
+    """
+    if not sources:
+        raise ConfigError("mix({}) has no sources", "one or more", "name them: {'web': (web, 0.7)}")
+    weights = {0: {name: weight for name, (_, weight) in sources.items()}}
+    for step in sorted(changes or {}):
+        change = (changes or {})[step]
+        _check_names("changes", change, sources)
+        weights[step] = {**weights[max(it for it in weights if it <= step)], **change}
+    _check_names("max_epochs", max_epochs or {}, sources)
+    if low := [epochs for epochs in (max_epochs or {}).values() if epochs <= 0]:
+        raise ConfigError(f"max_epochs is {low[0]}", "more than 0", "leave the source out")
+    parts = []
+    for name, (source, _) in sources.items():
+        given = source if isinstance(source, BlockStream) else stream(source)
+        if given.mixture is not None:
+            raise ConfigError(
+                f"source {name!r} of a mixture is a mixture", "a source, or a stream of one"
+            )
+        parts.append(given.parts[0])
+    mixture = Mixture(
+        {step: tuple(by_name.values()) for step, by_name in weights.items()},
+        tuple((max_epochs or {}).get(name) for name in sources),
+    )
+    return BlockStream(tuple(parts), cache_bytes, threads, read_timeout_s, mixture)
+
+
+def _check_names(where: str, given: Mapping[str, float], sources: Mapping[str, object]) -> None:
+    for name in given:
+        if name not in sources:
+            hint = did_you_mean(name, list(sources))
+            raise ConfigError(
+                f"{where} of a mixture has {name!r}{hint}",
+                f"the names of its sources: {', '.join(sources)}",
+            )

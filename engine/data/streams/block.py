@@ -1,0 +1,37 @@
+"""The interface of a source of blocks. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import pyarrow
+from numpy.typing import NDArray
+
+
+@runtime_checkable
+class BlockSource(Protocol):
+    """Rows in blocks, in a fixed order: Parquet row groups, parts of a JSON lines file, tars.
+
+    Attributes:
+        name: for errors and metrics.
+        counts: int64, shape (blocks,): the rows of each block, 1 or more.
+    """
+
+    name: str
+    counts: NDArray[np.int64]
+
+    def read(self, block: int) -> pyarrow.Table:
+        """All rows of one block. Called by several threads at once. Raises DataError that names
+        file and block."""
+        ...
+
+    def describe(self, block: int) -> str:
+        """Says where a block is: `s3://b/a.parquet, row group 3`."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the files, counts and columns: it changes with each of them. It is in the
+        training state, and is compared when that is loaded."""
+        ...

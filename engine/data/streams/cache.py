@@ -1,0 +1,240 @@
+"""Reads blocks ahead in threads, and keeps them in memory of a bounded size."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from time import monotonic
+
+import pyarrow as pa
+
+from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.errors import DataError, RayzeroError
+
+log = logging.getLogger("rayzero.engine")
+
+Key = tuple[int, int]  # (source, block)
+
+CHECK_INTERVAL_S = 0.2
+"""How often a reader that waits for a block looks if it is to stop."""
+
+
+@dataclass
+class CacheCounters:
+    """Counts what a cache has done. `hits` are the reads of a block that did not wait."""
+
+    reads: int = 0
+    hits: int = 0
+    peak_bytes: int = 0
+
+
+class BlockCache:
+    """The blocks of some sources, by (index of the source, block).
+
+    A block is read by a thread, of which there are at most `threads`: first the one that a reader
+    waits for, then planned ones, as long as they fit. A thread ends when there is nothing to read,
+    so none is idle; `close` leaves it nothing. A block that was read stays until another one needs
+    its memory: first those that are not in use, the longest unused first.
+
+    Args:
+        limit_bytes: of all blocks in memory, those that are being read by estimate included.
+        timeout_s: how long one block may take.
+    """
+
+    def __init__(
+        self, sources: Sequence[BlockSource], limit_bytes: int, threads: int, timeout_s: float
+    ) -> None:
+        self.counters = CacheCounters()
+        self._sources = sources
+        self._limit_bytes = limit_bytes
+        self._threads = threads
+        self._timeout_s = timeout_s
+        # The lock of all below.
+        self._changed = threading.Condition()
+        self._tables: OrderedDict[Key, pa.Table] = OrderedDict()  # the longest unused first
+        self._held_bytes = 0
+        self._errors: dict[Key, Exception] = {}
+        self._reading: dict[Key, int] = {}  # with the estimated bytes
+        self._wanted: list[Key] = []
+        # By source: the blocks in use, and how often each was read since it is.
+        self._plans: dict[int, dict[Key, int]] = {}
+        self._warned = False
+        self._row_bytes: dict[int, float] = {}  # by source: the most of a block that was read
+
+    def plan(self, blocks: Mapping[int, Sequence[int]]) -> None:
+        """These blocks of each source are in use from now on, and are read ahead in this order."""
+        with self._changed:
+            for source, own in blocks.items():
+                former = self._plans.get(source, {})
+                keys = [(source, block) for block in own]
+                self._plans[source] = {key: former.get(key, 0) for key in keys}
+                for key in [it for it in self._errors if it[0] == source and it not in keys]:
+                    del self._errors[key]
+            self._start_readers()
+
+    def get(self, key: Key, check: Callable[[], None]) -> pa.Table:
+        """Returns a block, which is in use from now on.
+
+        Args:
+            check: is called at least every `CHECK_INTERVAL_S` while waiting, and raises where that
+                is to end.
+
+        Raises:
+            DataError: the block could not be read, is larger than the limit, or took too long.
+        """
+        since_s = monotonic()
+        with self._changed:
+            self._plans.setdefault(key[0], {}).setdefault(key, 0)
+            self.counters.hits += key in self._tables
+            while key not in self._tables:
+                if error := self._errors.pop(key, None):
+                    raise error
+                if key not in self._reading and key not in self._wanted:
+                    self._wanted.append(key)
+                    self._start_readers()
+                self._changed.wait(CHECK_INTERVAL_S)
+                self._check(key, since_s, check)
+            self._tables.move_to_end(key)
+            return self._tables[key]
+
+    def close(self) -> None:
+        """Drops the blocks; what is being read is read to its end, and dropped."""
+        with self._changed:
+            self._plans, self._wanted = {}, []
+            self._tables.clear()
+            self._held_bytes = 0
+
+    def _check(self, key: Key, since_s: float, check: Callable[[], None]) -> None:
+        try:
+            check()
+            if monotonic() - since_s > self._timeout_s:
+                raise DataError(
+                    f"{self._describe(key)} was not read within {self._timeout_s:g} s",
+                    fix="set read_timeout_s of stream(), or look at the storage",
+                )
+        except BaseException:
+            if key in self._wanted:
+                self._wanted.remove(key)
+            raise
+
+    def _start_readers(self) -> None:
+        """Starts a thread for each block that may be read now. Needs the lock."""
+        while len(self._reading) < self._threads or self._wanted:
+            if (key := self._next()) is None:
+                return
+            threading.Thread(
+                target=self._read, args=(key,), name="rayzero-blocks", daemon=True
+            ).start()
+            self._reading[key] = self._estimate(key)  # the thread takes the lock to change it
+
+    def _next(self) -> Key | None:
+        """The block to read next, with room for it; None if there is none. Needs the lock."""
+        if self._wanted:
+            key = self._wanted.pop(0)
+            self._make_room(self._estimate(key), in_use_too=True)
+            return key
+        # The sources in turn: each needs its current window before another one its next.
+        for key in chain.from_iterable(zip_longest(*self._plans.values())):
+            is_done = key in self._tables or key in self._reading or key in self._errors
+            if key is None or is_done:
+                continue
+            # The first block of a source tells how large its others are.
+            if key[0] not in self._row_bytes and any(key[0] == it for it, _ in self._reading):
+                continue
+            has_room = self._make_room(self._estimate(key), in_use_too=False)
+            return key if has_room else None
+        return None
+
+    def _make_room(self, nbytes: int, *, in_use_too: bool) -> bool:
+        """Drops blocks until there is room, and returns whether there is. Needs the lock."""
+        room = self._limit_bytes - sum(self._reading.values()) - nbytes
+        used = [key for key in self._tables if key in self._plans.get(key[0], {})]
+        unused = [key for key in self._tables if key not in used]
+        for key in unused + used if in_use_too else unused:
+            if self._held_bytes <= room:
+                break
+            self._held_bytes -= _nbytes(self._tables.pop(key))
+        return self._held_bytes <= room
+
+    def _estimate(self, key: Key) -> int:
+        source, block = key
+        return int(self._row_bytes.get(source, 0) * self._sources[source].counts[block])
+
+    def _read(self, key: Key) -> None:
+        """Body of a thread: one block, then those that it makes room for are begun."""
+        table, error = None, None
+        try:
+            table = self._read_checked(key)
+        except Exception as raised:  # noqa: BLE001 -- raised where the block is used
+            error = raised
+        with self._changed:
+            del self._reading[key]
+            is_used = key in self._plans.get(key[0], {})
+            if error is not None and is_used:
+                self._errors[key] = error
+            if table is not None and is_used:
+                self._count_read(key)
+                self._make_room(_nbytes(table), in_use_too=False)
+                self._tables[key] = table
+                self._held_bytes += _nbytes(table)
+                self.counters.peak_bytes = max(self.counters.peak_bytes, self._held_bytes)
+            self._start_readers()
+            self._changed.notify_all()
+
+    def _count_read(self, key: Key) -> None:
+        plan = self._plans[key[0]]
+        plan[key] += 1
+        if plan[key] > 1 and not self._warned:
+            self._warned = True
+            log.warning(
+                "%s is read again, because the blocks in use do not fit in cache_bytes, %.0f MiB"
+                "\n  fix: set a larger cache_bytes, or a smaller shuffle_window, of stream()",
+                self._describe(key),
+                self._limit_bytes / 2**20,
+            )
+
+    def _read_checked(self, key: Key) -> pa.Table:
+        source, block = key
+        try:
+            table = self._sources[source].read(block)
+        except RayzeroError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"{self._describe(key)} could not be read: {type(error).__name__}: {error}",
+                fix="correct the source, or the data behind it",
+            ) from error
+        rows = int(self._sources[source].counts[block])
+        if table.num_rows != rows:
+            raise DataError(
+                f"{self._describe(key)} has {table.num_rows} rows, and had {rows} when the stream "
+                "was made",
+                fix="keep the files of a stream as they are, and make it anew where they changed",
+            )
+        if any(column.num_chunks > 1 for column in table.columns):
+            table = table.combine_chunks()  # `take` would do it for every batch
+        nbytes = _nbytes(table)
+        if nbytes > self._limit_bytes:
+            raise DataError(
+                f"{self._describe(key)} takes {nbytes / 2**20:.0f} MiB of memory",
+                f"cache_bytes, {self._limit_bytes / 2**20:.0f} MiB",
+                "set cache_bytes of stream() to several blocks, or write smaller ones",
+            )
+        with self._changed:
+            self.counters.reads += 1
+            self._row_bytes[source] = max(self._row_bytes.get(source, 0), nbytes / rows)
+        return table
+
+    def _describe(self, key: Key) -> str:
+        source, block = key
+        own = self._sources[source]
+        return f"block {block} of {own.name!r} ({own.describe(block)})"
+
+
+def _nbytes(table: pa.Table) -> int:
+    """The memory behind a table, of which it may use a part."""
+    return int(table.get_total_buffer_size())

@@ -1,0 +1,182 @@
+"""Mixtures of sources by weights: which source is at a position, in O(1). Integers only.
+
+Weights are shares of a period of at most 65,536 samples, whose samples are assigned to sources as
+tasks of a fixed rate: sample j of a source with w of D is due between floor(j D / w) and
+ceil((j + 1) D / w), and the earliest due one is next. One such processor meets all of them (Baruah
+et al. 1996, "Proportionate progress"), so each source has its share of every prefix to within one
+sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from heapq import heappop, heappush
+from math import gcd, lcm
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayzero.engine.errors import ConfigError
+
+Integers = NDArray[np.int64]
+
+_LONGEST_PERIOD = 1 << 16
+
+
+class Cycle:
+    """The sources of the samples of one period, which repeats.
+
+    Raises ConfigError if no weight is positive, or one is negative or too small for a period.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self.shares = np.array(_whole_weights(weights), dtype=np.int64)
+        self.period = int(self.shares.sum())
+        self._sources = self._assign()
+        self._by_source = [np.flatnonzero(self._sources == it) for it in range(len(weights))]
+        self._ranks = np.empty(self.period, dtype=np.int64)
+        for own in self._by_source:
+            self._ranks[own] = np.arange(len(own))
+
+    def split(self, positions: Integers) -> tuple[Integers, Integers]:
+        """The source of each position, and the number of its samples before that."""
+        periods, within = np.divmod(positions, self.period)
+        sources = self._sources[within]
+        return sources, periods * self.shares[sources] + self._ranks[within]
+
+    def counts(self, position: int) -> Integers:
+        """The samples of each source before a position."""
+        periods, within = divmod(position, self.period)
+        part = np.bincount(self._sources[:within], minlength=len(self.shares))
+        return periods * self.shares + part
+
+    def end_of(self, source: int, count: int) -> int:
+        """The position after the first `count` samples of a source, 1 or more."""
+        periods, within = divmod(count - 1, int(self.shares[source]))
+        return periods * self.period + int(self._by_source[source][within]) + 1
+
+    def _assign(self) -> Integers:
+        released: list[list[tuple[int, int, int]]] = [[] for _ in range(self.period + 1)]
+        for source, share in enumerate(self.shares.tolist()):
+            if share:
+                released[0].append((-(-self.period // share), source, 0))
+        ready: list[tuple[int, int, int]] = []  # (due, source, number)
+        sources = np.empty(self.period, dtype=np.int64)
+        for position in range(self.period):
+            for task in released[position]:
+                heappush(ready, task)
+            _, source, number = heappop(ready)
+            sources[position] = source
+            share, number = int(self.shares[source]), number + 1
+            if number < share:
+                due = -(-(number + 1) * self.period // share)
+                at = max(position + 1, number * self.period // share)
+                released[at].append((due, source, number))
+        return sources
+
+
+def _whole_weights(weights: Sequence[float]) -> list[int]:
+    """Weights as integers without a common divisor, whose sum is at most the longest period."""
+    parts = [Fraction(str(weight)) for weight in weights]
+    if not parts or min(parts) < 0 or not sum(parts):
+        raise ConfigError(
+            f"the weights {tuple(weights)} of a mixture", "none negative, one or more positive"
+        )
+    scale = lcm(*(part.denominator for part in parts))
+    whole = [int(part * scale) for part in parts]
+    divisor = gcd(*whole)
+    whole = [it // divisor for it in whole]
+    if sum(whole) <= _LONGEST_PERIOD:
+        return whole
+    total = sum(whole)
+    quotas = [Fraction(it * _LONGEST_PERIOD, total) for it in whole]
+    rounded = [int(quota) for quota in quotas]
+    by_remainder = sorted(range(len(whole)), key=lambda it: rounded[it] - quotas[it])
+    for source in by_remainder[: _LONGEST_PERIOD - sum(rounded)]:
+        rounded[source] += 1
+    if lost := [it for it, share in enumerate(rounded) if whole[it] and not share]:
+        raise ConfigError(
+            f"weight {weights[lost[0]]} of a mixture, of {float(sum(parts)):g} together",
+            f"0, or 1/{_LONGEST_PERIOD} of all weights or more",
+        )
+    return rounded
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """The positions from one change of the weights to the next."""
+
+    start: int
+    counts: Integers  # the samples of each source before it
+    cycle: Cycle
+
+
+class MixSchedule:
+    """The sources of the samples of a mixture, whose weights may change.
+
+    A source that has a limit has no more samples after it: the others share by their weights. If
+    all have, an epoch of the mixture is all of them, and its next epoch begins anew, with the
+    sources where they are. Otherwise an epoch of the mixture is as long as one of all sources.
+
+    Args:
+        lengths: samples of an epoch of each source.
+        weights: {position: the weights from there on}; the first position is 0.
+        limits: the most samples of each source; None: its epochs repeat.
+
+    Raises:
+        ConfigError: see `Cycle`; or only sources of weight 0 are left.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        weights: Mapping[int, Sequence[float]],
+        limits: Sequence[int | None],
+    ) -> None:
+        self._limits = limits
+        self._phases: list[_Phase] = []
+        self._total: int | None = None  # of an epoch, if it ends
+        changes = sorted(weights.items())
+        position, counts = 0, np.zeros(len(lengths), dtype=np.int64)
+        while True:
+            current = [it for at, it in changes if at <= position][-1]
+            left = [limit is None or counts[it] < limit for it, limit in enumerate(limits)]
+            if not any(left):
+                self._total = position
+                break
+            active = [it if more else 0 for it, more in zip(current, left, strict=True)]
+            phase = _Phase(position, counts, Cycle(active))
+            self._phases.append(phase)
+            ends = [at for at, _ in changes if at > position] + self._limit_ends(phase)
+            if not ends:
+                break
+            counts = counts + phase.cycle.counts(min(ends) - position)
+            position = min(ends)
+        self._starts = np.array([phase.start for phase in self._phases], dtype=np.int64)
+        self.length = sum(lengths) if self._total is None else self._total
+
+    def split(self, start: int, count: int) -> tuple[Integers, Integers]:
+        """See `Schedule`."""
+        positions = np.arange(start, start + count, dtype=np.int64)
+        epochs = np.zeros(count, dtype=np.int64)
+        if self._total is not None:
+            epochs, positions = np.divmod(positions, self._total)
+        sources, own = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
+        numbers = np.searchsorted(self._starts, positions, side="right") - 1
+        for number in np.unique(numbers):
+            phase, part = self._phases[number], numbers == number
+            sources[part], ranks = phase.cycle.split(positions[part] - phase.start)
+            own[part] = ranks + phase.counts[sources[part]]
+        if self._total is not None:
+            own += epochs * np.array(self._limits, dtype=np.int64)[sources]
+        return sources, own
+
+    def _limit_ends(self, phase: _Phase) -> list[int]:
+        """The positions after the last sample of each source that has a limit."""
+        return [
+            phase.start + phase.cycle.end_of(source, limit - int(phase.counts[source]))
+            for source, limit in enumerate(self._limits)
+            if limit is not None and phase.cycle.shares[source]
+        ]

@@ -1,0 +1,218 @@
+"""Which row of which block is at a position of a stream: integers only.
+
+An epoch of a source is a permutation of its blocks, cut into windows of `window` blocks, and in
+each window one of its rows. Both are the permutation of `sampling.py`, so a position is found
+without those before it, in O(blocks) memory.
+
+A stream is one source, or a mixture. Its positions are cut into groups of one step's samples; in a
+group, the rows of a source are sorted by block. A step has the same samples as without, and ranks,
+which read contiguous ranges of it, each read a part of a window's blocks and not all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayzero.engine.data.sampling import SampleOrder
+from rayzero.engine.errors import DataError
+
+Integers = NDArray[np.int64]
+
+_ROW_SEED = 0x5DEECE66D
+"""Rows are permuted by another key than blocks."""
+_PIECE = 1 << 16
+"""Blocks that are permuted at a time: their temporary arrays stay in a core's cache."""
+_CACHED_EPOCHS = 2  # of a range that crosses the end of one
+_CACHED_GROUPS = 4
+
+
+@dataclass(frozen=True)
+class Places:
+    """The rows at some positions. All int64, shape (positions,).
+
+    `turns` counts a source's blocks in the order of their use, over all epochs. A window is
+    `window` of them, the last one of an epoch fewer.
+    """
+
+    sources: Integers
+    turns: Integers
+    blocks: Integers
+    rows: Integers
+
+    def take(self, indices: Integers | slice) -> Places:
+        return Places(
+            self.sources[indices], self.turns[indices], self.blocks[indices], self.rows[indices]
+        )
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    blocks: Integers  # in the order of their use
+    starts: Integers  # the position of each one's first row, then the epoch's end
+
+
+class BlockOrder:
+    """The order of one source, epoch after epoch: each row exactly once in each.
+
+    Args:
+        counts: the rows of each block.
+        seed: any integer.
+        window: number of blocks whose rows are mixed.
+
+    Raises:
+        DataError: there are no blocks, or one is empty.
+    """
+
+    def __init__(self, counts: Integers, seed: int, window: int) -> None:
+        self.counts = np.asarray(counts, dtype=np.int64)
+        if not len(self.counts) or self.counts.min() < 1:
+            seen = f"{len(self.counts)} blocks, {int((self.counts < 1).sum())} of them without rows"
+            raise DataError(seen, "one block or more, each with one row or more", "check the data")
+        self.window = window
+        self.length = int(self.counts.sum())
+        self.first_rows = np.cumsum(self.counts) - self.counts
+        self._windows = -(-len(self.counts) // window)
+        self._row_seed = seed ^ _ROW_SEED
+        self._block_order = SampleOrder(len(self.counts), seed)
+        self._epoch = lru_cache(maxsize=_CACHED_EPOCHS)(self._compute_epoch)
+
+    def locate(self, start: int, count: int) -> tuple[Integers, Integers, Integers]:
+        """(turns, blocks, rows) of the positions `start` to `start + count - 1`."""
+        parts: list[tuple[Integers, Integers, Integers]] = []
+        while count > 0 or not parts:
+            epoch, position = divmod(start, self.length)
+            turns, blocks, rows = self._locate_in_window(epoch, position, count)
+            parts.append((turns, blocks, rows))
+            start += len(turns)
+            count -= len(turns)
+        turns, blocks, rows = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return turns, blocks, rows
+
+    def window_of(self, turn: int) -> int:
+        """The window of a block's turn, counted over all epochs."""
+        epoch, within = divmod(turn, len(self.counts))
+        return epoch * self._windows + within // self.window
+
+    def blocks_of_window(self, window: int, begin: float, end: float) -> list[int]:
+        """The blocks with the rows from one share of a window to another one, in their order."""
+        epoch, within = divmod(window, self._windows)
+        layout, first, last = self._bounds(epoch, within)
+        starts = layout.starts[first : last + 1] - layout.starts[first]
+        size = int(starts[-1])
+        slots = (starts[:-1] < end * size) & (starts[1:] > begin * size)
+        return [int(block) for block in layout.blocks[first:last][slots]]
+
+    def _locate_in_window(
+        self, epoch: int, position: int, count: int
+    ) -> tuple[Integers, Integers, Integers]:
+        """The same, up to the end of the window."""
+        starts = self._epoch(epoch).starts
+        turn = int(np.searchsorted(starts, position, side="right")) - 1
+        within = turn // self.window
+        layout, first, last = self._bounds(epoch, within)
+        begin = int(starts[first])
+        size = int(starts[last]) - begin
+        count = min(count, begin + size - position)
+        order = SampleOrder(size, self._row_seed)  # its epochs are the windows
+        number = epoch * self._windows + within
+        rows = order.indices(number * size + position - begin, count) + begin
+        turns = np.searchsorted(starts[first : last + 1], rows, side="right") - 1 + first
+        return turns + epoch * len(self.counts), layout.blocks[turns], rows - starts[turns]
+
+    def _bounds(self, epoch: int, within: int) -> tuple[_Epoch, int, int]:
+        """An epoch, and the turns in it of the first block of a window and of the next window."""
+        first = within * self.window
+        return self._epoch(epoch), first, min(first + self.window, len(self.counts))
+
+    def _compute_epoch(self, epoch: int) -> _Epoch:
+        number = len(self.counts)
+        pieces = [
+            self._block_order.indices(epoch * number + begin, min(_PIECE, number - begin))
+            for begin in range(0, number, _PIECE)
+        ]
+        blocks = np.concatenate(pieces)
+        starts = np.zeros(number + 1, dtype=np.int64)
+        np.cumsum(self.counts[blocks], out=starts[1:])
+        return _Epoch(blocks, starts)
+
+
+class Schedule(Protocol):
+    """Which source of a mixture is at a position."""
+
+    length: int
+
+    def split(self, start: int, count: int) -> tuple[Integers, Integers]:
+        """The sources at `start` to `start + count - 1`, and the position of each in its source,
+        which grow by one from sample to sample of a source."""
+        ...
+
+
+class StreamOrder:
+    """The order of the samples of a stream.
+
+    Attributes:
+        length: samples of an epoch.
+
+    Args:
+        schedule: of a mixture; None: there is one source.
+        group: samples that are sorted by block; those of a step.
+    """
+
+    def __init__(self, orders: Sequence[BlockOrder], schedule: Schedule | None, group: int) -> None:
+        self.orders = orders
+        self.group = group
+        self.length = orders[0].length if schedule is None else schedule.length
+        self._schedule = schedule
+        lengths = [order.length for order in orders]
+        self._offsets = np.cumsum(lengths, dtype=np.int64) - lengths
+        self._group = lru_cache(maxsize=_CACHED_GROUPS)(self._compute_group)
+
+    def places(self, start: int, count: int) -> Places:
+        """The rows at the positions `start` to `start + count - 1`."""
+        parts = []
+        for number in range(start // self.group, (start + count - 1) // self.group + 1):
+            first = number * self.group
+            part = slice(max(0, start - first), min(self.group, start + count - first))
+            parts.append(self._group(number).take(part))
+        if len(parts) == 1:
+            return parts[0]
+        return Places(
+            sources=np.concatenate([part.sources for part in parts]),
+            turns=np.concatenate([part.turns for part in parts]),
+            blocks=np.concatenate([part.blocks for part in parts]),
+            rows=np.concatenate([part.rows for part in parts]),
+        )
+
+    def indices(self, start: int, count: int) -> Integers:
+        """The numbers of the samples at these positions, as `SampleOrder.indices`."""
+        return self.numbers(self.places(start, count))
+
+    def numbers(self, places: Places) -> Integers:
+        """The number of each row: those of a source are adjacent, in its own order."""
+        numbers = self._offsets[places.sources] + places.rows
+        for source, order in enumerate(self.orders):
+            of_source = places.sources == source
+            numbers[of_source] += order.first_rows[places.blocks[of_source]]
+        return numbers
+
+    def _compute_group(self, number: int) -> Places:
+        start = number * self.group
+        if self._schedule is None:
+            sources = np.zeros(self.group, dtype=np.int64)
+            positions = np.arange(start, start + self.group)
+        else:
+            sources, positions = self._schedule.split(start, self.group)
+        turns, blocks, rows = (np.empty(self.group, dtype=np.int64) for _ in range(3))
+        for source in np.unique(sources):
+            own = np.flatnonzero(sources == source)
+            located = self.orders[source].locate(int(positions[own[0]]), len(own))
+            by_turn = np.argsort(located[0], kind="stable")
+            for target, values in zip((turns, blocks, rows), located, strict=True):
+                target[own] = values[by_turn]
+        return Places(sources, turns, blocks, rows)

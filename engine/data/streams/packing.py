@@ -1,0 +1,258 @@
+"""Packs documents of tokens into sequences of one length: blocks of sequences, made of blocks of
+documents.
+
+What is in a sequence follows from the documents' lengths alone, which are read once and kept in an
+index. So the sequences of a block are known in number before it is read, and are read as other
+rows are: by position, at any number of workers.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left, insort
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+from zipfile import BadZipFile
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.errors import ConfigError, DataError
+
+Integers = NDArray[np.int64]
+Piece = tuple[int, int, int]  # of a document: (document, first token, end)
+How = Literal["concatenate", "best_fit"]
+
+IGNORED_LABEL = -100
+"""The label of tokens that are no target: torch's `cross_entropy` leaves them out."""
+
+
+class PackedBlocks:
+    """Sequences of a fixed number of tokens, as blocks: one for each block of documents.
+
+    A row has, each of `length` integers: `input_ids`; `position_ids`, which begin again at 0 with
+    each document, as in transformers' flattening collator, so that attention can be kept within
+    documents (`cu_seqlens`); and `labels`: the tokens, `IGNORED_LABEL` where a document begins and
+    at padding, which is a document of its own.
+
+    Args:
+        documents: its blocks have a column of lists of tokens.
+        length: tokens of a sequence.
+        column: that column.
+        how: "concatenate" cuts the documents of a block, one after another, into sequences, of
+            which only the last one is padded. "best_fit" cuts only what is longer than a sequence,
+            and puts each piece, longest first, into the sequence with the least room for it.
+        index: a file that keeps the lengths; without it each worker reads them at its start.
+        threads: the most that read lengths.
+
+    Raises:
+        ConfigError: `length` is not positive, or `how` is unknown.
+        DataError: the column is missing or has no lists of integers, or a block has no tokens.
+    """
+
+    def __init__(
+        self,
+        documents: BlockSource,
+        length: int,
+        column: str = "input_ids",
+        how: How = "best_fit",
+        pad_token: int = 0,
+        index: str | os.PathLike[str] | None = None,
+        threads: int = 4,
+    ) -> None:
+        if length < 1 or threads < 1:
+            seen = f"length is {length}, and threads is {threads}"
+            raise ConfigError(seen, "1 or more", "set it in PackedBlocks()")
+        if how not in ("concatenate", "best_fit"):
+            raise ConfigError(f"how is {how!r}", "'concatenate' or 'best_fit'")
+        self.name = documents.name
+        self._documents = documents
+        self._length = length
+        self._column = column
+        self._pad = pad_token
+        self._place = place_best_fit if how == "best_fit" else place_concatenated
+        self._how = how
+        self._ends: Integers = np.cumsum(documents.counts)
+        path = None if index is None else Path(index)
+        self._lengths, self.counts = self._load_or_read(path, threads)
+
+    @property
+    def fingerprint(self) -> str:
+        own = f"{self._how} {self._length} {self._column} {self._pad}"
+        return f"{self._documents.fingerprint} packed: {own}"
+
+    def describe(self, block: int) -> str:
+        return self._documents.describe(block)
+
+    def read(self, block: int) -> pa.Table:
+        lists = self._token_lists(block)
+        lengths = lists.value_lengths().to_numpy(zero_copy_only=False)
+        if not np.array_equal(lengths, self._block_lengths(block)):
+            raise DataError(
+                f"documents of {self.describe(block)} have other lengths than in the index",
+                fix="remove the index, if the data may have changed",
+            )
+        tokens = lists.flatten().to_numpy(zero_copy_only=False)
+        starts = np.cumsum(lengths) - lengths
+        sequences = self._place(self._block_lengths(block), self._length)
+        shape = (len(sequences), self._length)
+        ids = np.full(shape, self._pad, dtype=np.int64)
+        labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
+        positions = np.empty(shape, dtype=np.int64)
+        for row, pieces in enumerate(sequences):
+            at = 0
+            for document, begin, end in pieces:
+                part = slice(at, at + end - begin)
+                first = starts[document]
+                ids[row, part] = tokens[first + begin : first + end]
+                labels[row, at + 1 : part.stop] = ids[row, at + 1 : part.stop]
+                positions[row, part] = np.arange(end - begin)
+                at = part.stop
+            positions[row, at:] = np.arange(self._length - at)
+        columns = {"input_ids": ids, "position_ids": positions, "labels": labels}
+        return pa.table(
+            {
+                name: pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), self._length)
+                for name, values in columns.items()
+            }
+        )
+
+    def _block_lengths(self, block: int) -> Integers:
+        begin = 0 if block == 0 else int(self._ends[block - 1])
+        return self._lengths[begin : int(self._ends[block])]
+
+    def _token_lists(self, block: int) -> pa.Array:
+        table = self._documents.read(block)
+        column = table[self._column] if self._column in table.column_names else None
+        if column is None or not _is_list_of_integers(column.type):
+            seen = f"columns {table.column_names}" if column is None else f"{column.type} in it"
+            raise DataError(
+                f"{self.describe(block)} has {seen}",
+                f"a column {self._column!r} of lists of integers",
+                "tokenize the documents, or set `column` of PackedBlocks()",
+            )
+        lists = column.combine_chunks()
+        if lists.null_count:
+            raise DataError(f"{lists.null_count} documents of {self.describe(block)} are missing")
+        return lists
+
+    def _load_or_read(self, path: Path | None, threads: int) -> tuple[Integers, Integers]:
+        """The lengths of all documents, block by block, and the number of each block's sequences.
+        Saves what the index does not have."""
+        kept = {} if path is None else self._load(path)
+        blocks, counts = range(len(self._documents.counts)), f"{self._how} {self._length}"
+        has_all = counts in kept
+        if "lengths" not in kept:
+            with ThreadPoolExecutor(threads, "rayzero-lengths") as pool:
+                kept["lengths"] = np.concatenate(list(pool.map(self._read_lengths, blocks)))
+        lengths = kept["lengths"]
+        if not has_all:
+            parts = np.split(lengths, self._ends[:-1])
+            kept[counts] = np.array([len(self._place(it, self._length)) for it in parts])
+        if path is not None and not has_all:
+            self._save(path, kept)
+        return lengths, kept[counts]
+
+    def _load(self, path: Path) -> dict[str, NDArray[Any]]:
+        """The entry of these documents in an index; empty if it is of others."""
+        if not path.exists():
+            return {}
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                kept = {name: file[name] for name in file.files}
+            return kept if str(kept.pop("of")) == self._index_key else {}
+        except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+            raise DataError(
+                f"the index {path} cannot be read: {type(error).__name__}: {error}",
+                fix="remove it: it is made again",
+            ) from error
+
+    def _save(self, path: Path, kept: dict[str, NDArray[Any]]) -> None:
+        own = path.with_name(f"{path.name}.{uuid4().hex}")  # several workers may make it at once
+        try:
+            with own.open("wb") as file:
+                np.savez(file, of=np.array(self._index_key), **kept)  # type: ignore[arg-type]
+            own.replace(path)
+        except OSError as error:
+            own.unlink(missing_ok=True)
+            raise DataError(
+                f"the index {path} cannot be written: {error.strerror or error}",
+                "a file in a folder that exists, with free space",
+                "set `index` of PackedBlocks()",
+            ) from error
+
+    @property
+    def _index_key(self) -> str:
+        return f"{self._documents.fingerprint} {self._column}"
+
+    def _read_lengths(self, block: int) -> Integers:
+        lengths = self._token_lists(block).value_lengths().to_numpy(zero_copy_only=False)
+        if not lengths.any():
+            raise DataError(f"{self.describe(block)} has no tokens", fix="leave the block out")
+        return lengths.astype(np.int64)  # type: ignore[no-any-return]
+
+
+def _is_list_of_integers(kind: pa.DataType) -> bool:
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return bool(is_list and pa.types.is_integer(kind.value_type))
+
+
+def place_concatenated(lengths: Integers, room: int) -> list[list[Piece]]:
+    """The pieces of each sequence, of documents one after another."""
+    sequences: list[list[Piece]] = []
+    left = 0
+    for document, length in enumerate(lengths.tolist()):
+        begin = 0
+        while begin < length:
+            if not left:
+                sequences.append([])
+                left = room
+            end = min(length, begin + left)
+            sequences[-1].append((document, begin, end))
+            left -= end - begin
+            begin = end
+    return sequences
+
+
+def place_best_fit(lengths: Integers, room: int) -> list[list[Piece]]:
+    """The pieces of each sequence, by best fit of the longest first (Ding et al. 2024, "Fewer
+    Truncations Improve Language Modeling")."""
+    pieces = [
+        (document, begin, min(begin + room, length))
+        for document, length in enumerate(lengths.tolist())
+        for begin in range(0, length, room)
+    ]
+    pieces.sort(key=lambda it: it[1] - it[2])  # stable: equal ones in their order
+    sequences: list[list[Piece]] = []
+    by_room: defaultdict[int, list[int]] = defaultdict(list)
+    rooms: list[int] = []  # those of `by_room`, ascending
+    for piece in pieces:
+        size = piece[2] - piece[1]
+        at = bisect_left(rooms, size)
+        if at == len(rooms):
+            sequences.append([])
+            number, left = len(sequences) - 1, room
+        else:
+            left = rooms[at]
+            number = by_room[left].pop()
+            if not by_room[left]:
+                del rooms[at]
+        sequences[number].append(piece)
+        if left := left - size:
+            if not by_room[left]:
+                insort(rooms, left)
+            by_room[left].append(number)
+    return sequences
+
+
+def cu_seqlens(position_ids: NDArray[np.integer[Any]]) -> NDArray[np.int32]:
+    """Returns where each document of a batch begins, then the end of the last one: the cumulative
+    lengths that variable-length attention takes, of the batch's sequences one after another. Takes
+    a tensor in host memory, too."""
+    flat = np.asarray(position_ids).reshape(-1)
+    return np.append(np.flatnonzero(flat == 0), len(flat)).astype(np.int32)

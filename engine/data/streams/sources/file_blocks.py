@@ -1,0 +1,181 @@
+"""Files of one format as a source of a stream, and the choice of the format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import pyarrow as pa
+import xxhash
+
+from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.data.streams.sources.files import (
+    Paths,
+    SourceFile,
+    SourceReader,
+    list_files,
+    read_checked,
+)
+from rayzero.engine.data.streams.sources.formats import Format, Parquet
+from rayzero.engine.data.streams.sources.image_folder import IMAGE_SUFFIXES, ImageFolder
+from rayzero.engine.data.streams.sources.index import (
+    FileIndex,
+    block_at,
+    count_rows,
+    find_blocks,
+    listing_digest,
+)
+from rayzero.engine.data.streams.sources.json_lines import JsonLines
+from rayzero.engine.data.streams.sources.webdataset import WebDataset
+from rayzero.engine.errors import ConfigError, DataError, did_you_mean
+
+FormatName: TypeAlias = Literal["parquet", "json", "webdataset", "images"]
+BLOCK_BYTES = 8 << 20
+RETRY_S = 60.0
+
+_COMPRESSED = ("", ".gz", ".zst", ".zstd")
+_SUFFIXES: dict[FormatName, tuple[str, ...]] = {
+    "parquet": (".parquet",),
+    "json": tuple(f"{name}{end}" for name in (".jsonl", ".ndjson", ".json") for end in _COMPRESSED),
+    "webdataset": (*(f".tar{end}" for end in _COMPRESSED), ".tgz"),
+    "images": IMAGE_SUFFIXES,
+}
+
+
+class FileBlocks:
+    """The blocks of files, in the sequence of the files and of the blocks in them.
+
+    Attributes:
+        counts: int64, shape (blocks,).
+        schema: the columns of every block.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        files: Sequence[SourceFile],
+        form: Format,
+        index: FileIndex,
+        columns: Sequence[str] | None,
+        retry_s: float,
+    ) -> None:
+        self.name = name
+        self.counts = count_rows(index)
+        self.schema = _select(index.schema, columns, name)
+        self._files = files
+        self._form = form
+        self._index = index
+        self._retry_s = retry_s
+
+    def read(self, block: int) -> pa.Table:
+        """All rows of a block. Thread-safe. Raises DataError, which names the file and the block,
+        if the file has changed, vanished or is damaged, or its store fails for `retry_s`."""
+        number, place = block_at(self._index, block)
+
+        def read(reader: SourceReader) -> pa.Table:
+            table = self._form.read(reader, place, self.schema)
+            if len(table) != place.rows:
+                raise ValueError(f"it has {len(table)} rows, {place.rows} when it was indexed")
+            return table
+
+        file = self._files[number]
+        return read_checked(file, self._form.describe(place), read, self._retry_s)
+
+    def describe(self, block: int) -> str:
+        number, place = block_at(self._index, block)
+        return f"{self._files[number].url}, {self._form.describe(place)}"
+
+    @property
+    def fingerprint(self) -> str:
+        listing = listing_digest(self._files, self._form.options)
+        counts = xxhash.xxh3_128_hexdigest(self.counts.tobytes())
+        return xxhash.xxh3_128_hexdigest(f"{listing} {counts} {self.schema}".encode())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        columns = self.schema.names
+        arguments = (self.name, self._files, self._form, self._index, columns, self._retry_s)
+        return type(self), arguments
+
+
+def blocks(
+    paths: Paths,
+    columns: Sequence[str] | None = None,
+    format: FormatName | None = None,  # noqa: A002
+    *,
+    index_dir: str | Path | None = None,
+    block_bytes: int = BLOCK_BYTES,
+    schema: pa.Schema | None = None,
+    retry_s: float = RETRY_S,
+) -> BlockSource:
+    """Open files as a source for `rayzero.data.stream` and `rayzero.data.mix`.
+
+    Args:
+        paths: a file, a folder, a pattern (`**` is any depth) or a list of them: paths, or URLs
+            with s3, gs or hdfs. Their sequence, sorted by name within each, is that of the blocks.
+        columns: which to read; default all. Suffixes, of WebDataset tars.
+        format: parquet, json (lines; .gz and .zst too), webdataset (tar) or images (bytes, label by
+            folder, path); default by the names of the files.
+        index_dir: a folder or URL for the index of the blocks, which otherwise is made at each
+            start: from footers, from headers of tars, or by reading all JSON lines once.
+        block_bytes: the least size of a block, where the format has none of its own.
+        schema: types of JSON lines, if keys have values of several; other keys are left out.
+        retry_s: how long a read is repeated when the store fails.
+
+    Raises:
+        ConfigError: the files are of several formats, or an argument is wrong.
+        DataError: there are no files or rows, a file is damaged, or a column is missing.
+    """
+    if block_bytes < 1:
+        raise ConfigError(f"block_bytes is {block_bytes}", "1 or more", "block_bytes")
+    if isinstance(columns, str):
+        raise ConfigError(f"columns is {columns!r}", "a list of names", "columns")
+    files = list_files(paths)
+    chosen = format or _guess_format(files)
+    if chosen not in _SUFFIXES:
+        guess = did_you_mean(chosen, [*_SUFFIXES])
+        raise ConfigError(f"format is {chosen!r}{guess}", ", ".join(_SUFFIXES), "format")
+    if schema is not None and chosen != "json":
+        raise ConfigError(f"schema is given for {chosen}", "none but for json", "schema")
+    if isinstance(paths, str | Path) and (named := _of_format(files, chosen)):
+        files = named
+    name = str(paths) if isinstance(paths, str | Path) else files[0].url
+    name = name.partition("?")[0] if "://" in name else name
+    if chosen == "images":
+        return ImageFolder(name, files, columns, block_bytes, retry_s)
+    form: Format = (
+        Parquet(columns)
+        if chosen == "parquet"
+        else JsonLines(block_bytes, schema)
+        if chosen == "json"
+        else WebDataset(block_bytes)
+    )
+    index = find_blocks(files, form, None if index_dir is None else str(index_dir), retry_s)
+    if not len(index.table):
+        raise DataError(f"{name} has no rows", "one row or more", "the path given to blocks")
+    return FileBlocks(name, files, form, index, columns, retry_s)
+
+
+def _guess_format(files: Sequence[SourceFile]) -> FormatName:
+    found = [name for name in _SUFFIXES if _of_format(files, name)]
+    if len(found) == 1:
+        return found[0]
+    raise ConfigError(
+        f"the files are of {len(found)} formats: {', '.join(found) or files[0].url}",
+        "; ".join(f"{name}: {', '.join(suffixes)}" for name, suffixes in _SUFFIXES.items()),
+        "format, or the path given to blocks",
+    )
+
+
+def _of_format(files: Sequence[SourceFile], name: FormatName) -> list[SourceFile]:
+    return [file for file in files if file.name.lower().endswith(_SUFFIXES[name])]
+
+
+def _select(schema: pa.Schema, columns: Sequence[str] | None, name: str) -> pa.Schema:
+    if columns is None:
+        return schema
+    if missing := [column for column in columns if column not in schema.names]:
+        raise DataError(
+            f"{name} has no columns {missing}", ", ".join(schema.names), "columns of blocks"
+        )
+    return pa.schema([schema.field(column) for column in columns])

@@ -1,0 +1,130 @@
+"""The interface of a format of files, and Parquet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rayzero.engine.data.streams.sources.files import SourceReader
+
+_CACHED_FOOTERS = 256
+
+
+@dataclass(frozen=True)
+class FileBlock:
+    """The place of a block in its file.
+
+    Attributes:
+        start: its first byte; in Parquet files the number of the row group.
+        nbytes: its bytes in the file; of a row group, uncompressed.
+        rows: 1 or more.
+        checksum: xxh3-64 of its content, uncompressed; 0 if the format has checksums of its own.
+    """
+
+    start: int
+    nbytes: int
+    rows: int
+    checksum: int = 0
+
+
+class Format(Protocol):
+    """Finds and reads the blocks of one file. Errors of any library mean that the file is damaged.
+
+    Attributes:
+        options: what else decides which blocks a file has.
+    """
+
+    options: str
+
+    def scan(self, reader: SourceReader) -> tuple[list[FileBlock], pa.Schema]:
+        """The blocks of a file, in sequence, and the columns that it has."""
+        ...
+
+    def merge(self, schema: pa.Schema, other: pa.Schema) -> pa.Schema:
+        """The columns of files with either. Raises an error of pyarrow or ValueError if no columns
+        fit both."""
+        return pa.unify_schemas([schema, other], promote_options="permissive")
+
+    def read(self, reader: SourceReader, block: FileBlock, schema: pa.Schema) -> pa.Table:
+        """The rows of a block, with exactly these columns."""
+        ...
+
+    def describe(self, block: FileBlock) -> str:
+        return f"bytes {block.start} to {block.start + block.nbytes}"
+
+
+class Parquet(Format):
+    """Row groups are the blocks. Checksums of pages are verified where the writer made them."""
+
+    def __init__(self, columns: Sequence[str] | None) -> None:
+        self.options = f"parquet {columns}"
+        self._columns = columns
+        # Of the files read last: a footer is parsed once, not once a row group.
+        self._footers: dict[tuple[str, int, float], pq.FileMetaData] = {}
+
+    def scan(self, reader: SourceReader) -> tuple[list[FileBlock], pa.Schema]:
+        footer = self._footer(reader)
+        groups = [footer.row_group(group) for group in range(footer.num_row_groups)]
+        schema = footer.schema.to_arrow_schema().remove_metadata()
+        if self._columns is not None:
+            if missing := [name for name in self._columns if name not in schema.names]:
+                raise ValueError(f"it has no columns {missing}, but {schema.names}")
+            schema = pa.schema([schema.field(name) for name in self._columns])
+        blocks = [
+            FileBlock(number, group.total_byte_size, group.num_rows)
+            for number, group in enumerate(groups)
+            if group.num_rows
+        ]
+        return blocks, schema
+
+    def merge(self, schema: pa.Schema, other: pa.Schema) -> pa.Schema:
+        types = dict(zip(schema.names, schema.types, strict=True))
+        if types != dict(zip(other.names, other.types, strict=True)):
+            raise ValueError(
+                f"it has {_list_columns(other)}; the files before {_list_columns(schema)}"
+            )
+        return schema
+
+    def read(self, reader: SourceReader, block: FileBlock, schema: pa.Schema) -> pa.Table:
+        with pq.ParquetFile(
+            pa.PythonFile(reader, mode="r"),
+            metadata=self._footer(reader),
+            pre_buffer=True,
+            page_checksum_verification=True,
+        ) as file:
+            table = file.read_row_group(block.start, columns=schema.names, use_threads=False)
+        return table.select(schema.names).replace_schema_metadata()
+
+    def describe(self, block: FileBlock) -> str:
+        return f"row group {block.start}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._columns,)
+
+    def _footer(self, reader: SourceReader) -> pq.FileMetaData:
+        file = reader.file
+        key = (file.url, file.nbytes, file.modified_s)
+        footer = self._footers.get(key)
+        if footer is None:
+            footer = pq.read_metadata(pa.PythonFile(reader, mode="r"))
+            if len(self._footers) >= _CACHED_FOOTERS:
+                self._footers.clear()
+            self._footers[key] = footer
+        return footer
+
+
+def read_content(reader: SourceReader, start: int, nbytes: int) -> bytes:
+    """A range of a file; of a compressed one all of it, whose frames may be several."""
+    raw = reader.read_at(start, nbytes)
+    if not reader.file.codec:
+        return raw.tobytes()
+    with pa.CompressedInputStream(pa.BufferReader(raw), reader.file.codec) as stream:
+        return bytes(stream.read())
+
+
+def _list_columns(schema: pa.Schema) -> str:
+    return ", ".join(f"{field.name}: {field.type}" for field in schema)

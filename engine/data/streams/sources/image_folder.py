@@ -1,0 +1,105 @@
+"""Folders of images: a row is a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+from numpy.typing import NDArray
+
+from rayzero.engine.data.streams.sources.files import SourceFile, SourceReader, read_checked
+from rayzero.engine.data.streams.sources.index import listing_digest
+from rayzero.engine.errors import DataError
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
+_SCHEMA = pa.schema([("image", pa.binary()), ("label", pa.int64()), ("path", pa.string())])
+_READS = 16  # files of a block at a time: each is a request
+
+
+class ImageFolder:
+    """Columns `image` (the bytes of the file; decoding is the user's transform), `label` and
+    `path` (in the folder).
+
+    A block is files of `block_bytes` or more together, in an order by a hash of their paths: by
+    name, a block would have the images of one label.
+
+    Attributes:
+        classes: the names of the labels: the folder at the top that a file is in, or at least the
+            one it is in; sorted, as torchvision's ImageFolder has them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        files: Sequence[SourceFile],
+        columns: Sequence[str] | None,
+        block_bytes: int,
+        retry_s: float,
+    ) -> None:
+        self.name = name
+        self._files = sorted(
+            files, key=lambda file: (xxhash.xxh3_64_digest(file.name.encode()), file.url)
+        )
+        self.classes = sorted({_class_of(file) for file in files})
+        self._columns = _SCHEMA.names if columns is None else list(columns)
+        if unknown := [column for column in self._columns if column not in _SCHEMA.names]:
+            raise DataError(
+                f"images have no columns {unknown}", ", ".join(_SCHEMA.names), "columns of blocks"
+            )
+        self._starts = list(_cut(self._files, block_bytes))
+        self.counts: NDArray[np.int64] = np.diff([*self._starts, len(files)]).astype(np.int64)
+        self._retry_s = retry_s
+
+    def read(self, block: int) -> pa.Table:
+        """All rows of a block. Thread-safe. Raises DataError, which names the file, if one has
+        changed or vanished, or its store fails for `retry_s`."""
+        files = self._files[self._starts[block] : self._starts[block] + int(self.counts[block])]
+
+        def read(file: SourceFile) -> bytes:
+            return read_checked(file, f"in block {block}", _read_all, self._retry_s)
+
+        labels = {name: number for number, name in enumerate(self.classes)}
+        columns = {
+            "label": [labels[_class_of(file)] for file in files],
+            "path": [file.name for file in files],
+        }
+        table = pa.table(columns, schema=_SCHEMA.remove(0))
+        if "image" in self._columns:
+            with ThreadPoolExecutor(_READS, "images") as pool:
+                try:
+                    images = list(pool.map(read, files))
+                except BaseException:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
+            table = table.append_column(_SCHEMA.field(0), pa.array(images, pa.binary()))
+        return table.select(self._columns)
+
+    def describe(self, block: int) -> str:
+        first = self._files[self._starts[block]]
+        return f"block {block}: {self.counts[block]} images from {first.url}"
+
+    @property
+    def fingerprint(self) -> str:
+        options = f"images {self._columns} {self.classes} {self._starts}"
+        return listing_digest(self._files, options)
+
+
+def _read_all(reader: SourceReader) -> bytes:
+    return reader.read_at(0, reader.file.nbytes).tobytes()
+
+
+def _class_of(file: SourceFile) -> str:
+    folder, slash, _ = file.name.partition("/")
+    return folder if slash else file.url.split("/")[-2]
+
+
+def _cut(files: Sequence[SourceFile], block_bytes: int) -> Iterator[int]:
+    nbytes = block_bytes
+    for number, file in enumerate(files):
+        if nbytes >= block_bytes:
+            yield number
+            nbytes = 0
+        nbytes += file.nbytes

@@ -1,0 +1,123 @@
+"""Which blocks the files of a source have: found once, kept in a folder beside the job."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from rayzero.engine.checkpoint.errors import StoreError
+from rayzero.engine.checkpoint.store import open_store
+from rayzero.engine.data.streams.sources.files import SourceFile, read_checked
+from rayzero.engine.data.streams.sources.formats import FileBlock, Format
+from rayzero.engine.errors import DataError
+
+log = logging.getLogger(__name__)
+
+_VERSION = 1
+_MAX_BYTES = 1 << 31
+_SCANS = 16  # files at a time: they wait for the store more than for the processor
+_SETTING = "index_dir of rayzero.data.blocks"
+
+
+@dataclass(frozen=True)
+class FileIndex:
+    """`table`: a row for each block: file (its number), start, nbytes, rows, checksum. `schema`:
+    the columns of all files together."""
+
+    table: pa.Table
+    schema: pa.Schema
+
+
+def find_blocks(
+    files: Sequence[SourceFile], form: Format, index_dir: str | None, retry_s: float
+) -> FileIndex:
+    """The index of these files, from `index_dir` if it is there: its name has names, sizes and
+    times of the files, so one of other files is never found. Raises DataError, which names the
+    file, if one cannot be read; if the folder cannot be used."""
+    if index_dir is None:
+        return _scan(files, form, retry_s)
+    name = f"blocks-{listing_digest(files, form.options)}.arrow"
+    try:
+        store = open_store(index_dir, _SETTING)
+        if store.find(name) is not None:
+            index = _decode(store.read(name, _MAX_BYTES))
+            if index is not None:
+                return index
+            log.warning("%s/%s is damaged: the files are indexed again", store.url, name)
+        index = _scan(files, form, retry_s)
+        store.replace(name, _encode(index))
+    except StoreError as error:
+        raise DataError(f"the index cannot be kept: {error.seen}", fix=_SETTING) from error
+    return index
+
+
+def listing_digest(files: Sequence[SourceFile], options: str) -> str:
+    """Hashes names, sizes and times of files, and how they are cut."""
+    listing = [[file.url, file.nbytes, file.modified_s] for file in files]
+    return xxhash.xxh3_128_hexdigest(json.dumps([_VERSION, options, listing]).encode())
+
+
+def _scan(files: Sequence[SourceFile], form: Format, retry_s: float) -> FileIndex:
+    with ThreadPoolExecutor(_SCANS, "index") as pool:
+        try:
+            found = list(pool.map(lambda it: read_checked(it, "", form.scan, retry_s), files))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    schema = found[0][1]
+    for file, (_, other) in zip(files, found, strict=True):
+        try:
+            schema = form.merge(schema, other)
+        except (pa.ArrowException, ValueError) as error:
+            raise DataError(
+                f"{file.url} does not fit the files before it: {error}",
+                "files with the same columns of the same types",
+                "give columns= or schema=, or leave the file out",
+            ) from error
+    blocks = [(number, block) for number, (part, _) in enumerate(found) for block in part]
+    columns = {"file": pa.array([number for number, _ in blocks], pa.int32())}
+    for name in ("start", "nbytes", "rows"):
+        columns[name] = pa.array([getattr(block, name) for _, block in blocks], pa.int64())
+    columns["checksum"] = pa.array([block.checksum for _, block in blocks], pa.uint64())
+    return FileIndex(pa.table(columns), schema)
+
+
+def block_at(index: FileIndex, number: int) -> tuple[int, FileBlock]:
+    """A block, and the number of its file."""
+    row = {name: index.table[name][number].as_py() for name in index.table.column_names}
+    file = row.pop("file")
+    return file, FileBlock(**row)
+
+
+def count_rows(index: FileIndex) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The rows of each block."""
+    return index.table["rows"].to_numpy()  # type: ignore[no-any-return]
+
+
+def _encode(index: FileIndex) -> bytes:
+    sink = pa.BufferOutputStream()
+    table = index.table.replace_schema_metadata({"columns": index.schema.serialize().to_pybytes()})
+    with pa.ipc.new_stream(
+        sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")
+    ) as writer:
+        writer.write_table(table)
+    content = sink.getvalue().to_pybytes()
+    return bytes(xxhash.xxh3_128_digest(content) + content)
+
+
+def _decode(raw: bytes) -> FileIndex | None:
+    """None if it is damaged."""
+    content = raw[16:]
+    if xxhash.xxh3_128_digest(content) != raw[:16]:
+        return None
+    with pa.ipc.open_stream(content) as reader:
+        table = reader.read_all()
+    schema = pa.ipc.read_schema(pa.py_buffer(table.schema.metadata[b"columns"]))
+    return FileIndex(table.replace_schema_metadata(), schema)

@@ -1,0 +1,98 @@
+"""JSON lines, plain or compressed: blocks of whole lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pyarrow.json as pj
+import xxhash
+
+from rayzero.engine.data.streams.sources.files import SourceReader
+from rayzero.engine.data.streams.sources.formats import FileBlock, Format, read_content
+
+_LINE_BYTES = 1 << 16  # read after a block's bytes, for the end of its last line
+
+
+class JsonLines(Format):
+    """Blocks end where a line ends, after `block_bytes` or more. A compressed file is one block,
+    because it cannot be read from its middle.
+
+    Types are found by parsing every line once: whole numbers are int64, or float64 if some are not
+    whole in any file; texts stay texts, dates too; a key that a line lacks is null.
+    """
+
+    def __init__(self, block_bytes: int, schema: pa.Schema | None) -> None:
+        self.options = f"json {block_bytes} {schema}"
+        self._block_bytes = block_bytes
+        self._schema = schema
+
+    def scan(self, reader: SourceReader) -> tuple[list[FileBlock], pa.Schema]:
+        blocks: list[FileBlock] = []
+        schema = self._schema or pa.schema([])
+        for start, nbytes, content in self._cut(reader):
+            if not content.strip():
+                continue
+            try:
+                table = _parse(content, self._schema)
+                if self._schema is None:
+                    schema = self.merge(schema, _with_texts(table.schema))
+            except (pa.ArrowException, ValueError) as error:
+                raise ValueError(
+                    f"bytes {start} to {start + nbytes}: {error} (if a key has values of several "
+                    "types, give schema=)"
+                ) from error
+            checksum = xxhash.xxh3_64_intdigest(content)
+            blocks.append(FileBlock(start, nbytes, table.num_rows, checksum))
+        return blocks, schema
+
+    def read(self, reader: SourceReader, block: FileBlock, schema: pa.Schema) -> pa.Table:
+        content = read_content(reader, block.start, block.nbytes)
+        if xxhash.xxh3_64_intdigest(content) != block.checksum:
+            raise ValueError("its content is not what was indexed")
+        return _parse(content, schema)
+
+    def _cut(self, reader: SourceReader) -> Iterator[tuple[int, int, bytes]]:
+        """First byte, bytes and content of each block."""
+        start = 0
+        size = reader.file.nbytes
+        while start < size and not reader.file.codec:
+            nbytes = self._block_bytes + _LINE_BYTES
+            end = 0
+            while not end:
+                content = read_content(reader, start, nbytes)
+                end = content.find(b"\n", self._block_bytes - 1) + 1
+                if start + len(content) == size:
+                    end = end or len(content)
+                nbytes *= 2
+            yield start, end, content[:end]
+            start += end
+        if reader.file.codec:
+            yield 0, size, read_content(reader, 0, size)
+
+
+def _parse(content: bytes, schema: pa.Schema | None) -> pa.Table:
+    """All lines as one chunk: types would be those of the first chunk, and wrong for the others."""
+    return pj.read_json(
+        pa.BufferReader(content),
+        read_options=pj.ReadOptions(use_threads=False, block_size=len(content) + 1),
+        parse_options=pj.ParseOptions(
+            explicit_schema=schema,
+            unexpected_field_behavior="infer" if schema is None else "ignore",
+        ),
+    )
+
+
+def _with_texts(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([field.with_type(_as_text(field.type)) for field in schema])
+
+
+def _as_text(kind: pa.DataType) -> pa.DataType:
+    """The type without times: texts that look like times are such only until another does not."""
+    if pa.types.is_timestamp(kind):
+        return pa.string()
+    if pa.types.is_list(kind):
+        return pa.list_(_as_text(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_as_text(field.type)) for field in kind])
+    return kind

@@ -1,0 +1,170 @@
+"""Datasets of Hugging Face's `datasets` as sources of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.errors import CONTENT_ERRORS, ConfigError, DataError, first_line
+
+ROWS_PER_BLOCK = 1000  # what datasets writes as one record batch
+MAX_SHARD_ROWS = 1 << 20
+_NOT_BY_SHARD = {
+    "BufferShuffledExamplesIterable": "shuffle(); rayzero.data.stream shuffles",
+    "TakeExamplesIterable": "take(), which takes other rows of the shards",
+    "SkipExamplesIterable": "skip(), which skips other rows of the shards",
+}
+"""Steps of `datasets` whose rows are not those of the shards one after the other."""
+_FILES = "rayzero.data.blocks(paths of its files), or dataset.to_parquet(path) and blocks(path)"
+
+
+def from_hf(
+    dataset: Any, rows_per_block: int = ROWS_PER_BLOCK, counts: Sequence[int] | None = None
+) -> BlockSource:
+    """A `datasets.Dataset`: ranges of `rows_per_block` rows are the blocks; or an
+    `IterableDataset`: its shards are.
+
+    Rows come as they are stored, as Arrow; a transform of the dataset itself is refused: give it to
+    `rayzero.data.stream`. Nothing says how many rows a shard has, so each is read once to count
+    them, unless `counts` are given: `source.counts` of an earlier call. A shard that is shuffled by
+    a buffer, endless, or of more than 2**20 rows is refused.
+
+    Raises ConfigError for what cannot be read exactly; DataError if there are no rows.
+    """
+    import datasets  # heavy, and not a dependency
+
+    if isinstance(dataset, datasets.Dataset):
+        return HfRows(dataset, rows_per_block)
+    if isinstance(dataset, datasets.IterableDataset):
+        return HfShards(dataset, counts)
+    raise ConfigError(
+        f"from_hf got {type(dataset).__name__}",
+        "a datasets.Dataset or a datasets.IterableDataset",
+        "choose a split: dataset['train']",
+    )
+
+
+class HfRows:
+    """Contiguous ranges of rows of a map-style dataset."""
+
+    def __init__(self, dataset: Any, rows_per_block: int) -> None:
+        if rows_per_block < 1:
+            raise ConfigError(f"rows_per_block is {rows_per_block}", "1 or more", "rows_per_block")
+        if not len(dataset):
+            raise DataError("the dataset has no rows", "one row or more", "choose another split")
+        if dataset.format["type"] == "custom":
+            raise ConfigError(
+                "the dataset has a transform (set_transform or with_transform)",
+                "rows as they are stored",
+                "rayzero.data.stream(source, transform=...), or dataset.map(...)",
+            )
+        starts = np.arange(0, len(dataset), rows_per_block, dtype=np.int64)
+        self.name = dataset.info.dataset_name or "hf"
+        self.counts = np.diff(np.append(starts, len(dataset)))
+        self._starts = starts
+        self._dataset = dataset.with_format("arrow", columns=dataset.format["columns"])
+
+    def read(self, block: int) -> pa.Table:
+        """All rows of a block. Thread-safe. Raises DataError, which names them."""
+        start = int(self._starts[block])
+        try:
+            return self._dataset[start : start + int(self.counts[block])].replace_schema_metadata()
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(
+                f"{self.describe(block)} cannot be read: {first_line(error)}",
+                fix="restore the files of the dataset, or load it again",
+            ) from error
+
+    def describe(self, block: int) -> str:
+        start = int(self._starts[block])
+        return f"{self.name}, rows {start} to {start + int(self.counts[block])}"
+
+    @property
+    def fingerprint(self) -> str:
+        """Hashes the dataset's own, which changes with its rows and every transform."""
+        own = self._dataset.with_format(None)._fingerprint
+        columns = self._dataset.format["columns"]
+        return xxhash.xxh3_128_hexdigest(f"{own} {columns}".encode() + self.counts.tobytes())
+
+
+class HfShards:
+    """The shards of an iterable dataset, each read from its beginning."""
+
+    def __init__(self, dataset: Any, counts: Sequence[int] | None) -> None:
+        self.name = dataset.info.dataset_name or "hf"
+        self._dataset = dataset.with_format("arrow")
+        _check_rows_by_shard(dataset)
+        number = dataset.num_shards
+        if counts is not None and len(counts) != number:
+            raise ConfigError(f"{len(counts)} counts are given", f"{number}, the shards", "counts")
+        found = [self._count(shard) for shard in range(number)] if counts is None else counts
+        everything = np.array(found, dtype=np.int64)
+        self._shards = np.flatnonzero(everything)
+        self.counts = everything[self._shards]
+        if not len(self.counts):
+            raise DataError("the dataset has no rows", "one row or more", "choose another split")
+
+    def read(self, block: int) -> pa.Table:
+        """All rows of a shard. Thread-safe. Raises DataError, which names it, if it has another
+        number of rows than when they were counted."""
+        limit = int(self.counts[block])
+        parts = list(self._read_parts(int(self._shards[block]), limit))
+        table = pa.concat_tables(parts, promote_options="permissive") if parts else pa.table({})
+        if len(table) != limit:
+            raise DataError(
+                f"{self.describe(block)} has {len(table)} rows or more, and had {limit}",
+                "a dataset that yields the same rows each time",
+                _FILES,
+            )
+        return table.replace_schema_metadata()
+
+    def _count(self, shard: int) -> int:
+        rows = sum(map(len, self._read_parts(shard, MAX_SHARD_ROWS)))
+        if rows > MAX_SHARD_ROWS:
+            raise ConfigError(
+                f"shard {shard} of {self.name} has more than {MAX_SHARD_ROWS} rows, or no end",
+                "shards that fit in memory",
+                _FILES,
+            )
+        return rows
+
+    def _read_parts(self, shard: int, limit: int) -> Iterator[pa.Table]:
+        """The rows of a shard, until there are more than the limit."""
+        rows = 0
+        part = self._dataset.shard(self._dataset.num_shards, shard)
+        try:
+            for table in part.iter(batch_size=ROWS_PER_BLOCK):
+                yield table
+                rows += len(table)
+                if rows > limit:
+                    return
+        except (OSError, pa.ArrowException, *CONTENT_ERRORS) as error:
+            raise DataError(
+                f"{self.name}, shard {shard}, row {rows} or later cannot be read: "
+                f"{first_line(error)}",
+                fix="restore the files of the dataset, or correct its transform",
+            ) from error
+
+    def describe(self, block: int) -> str:
+        return f"{self.name}, shard {self._shards[block]} of {self._dataset.num_shards}"
+
+    @property
+    def fingerprint(self) -> str:
+        counts = np.stack([self._shards, self.counts]).tobytes()
+        columns = f"{self.name} {self._dataset.num_shards} {self._dataset.column_names}"
+        return xxhash.xxh3_128_hexdigest(columns.encode() + counts)
+
+
+def _check_rows_by_shard(dataset: Any) -> None:
+    step = dataset._ex_iterable
+    while step is not None:
+        if found := _NOT_BY_SHARD.get(type(step).__name__):
+            raise ConfigError(
+                f"the iterable dataset has {found}", "map, filter, select_columns", "leave it out"
+            )
+        step = getattr(step, "ex_iterable", None)

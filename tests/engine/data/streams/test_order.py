@@ -1,0 +1,155 @@
+"""Order of streams: a bijection, exact for any range, local to windows; mixtures."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from time import perf_counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayzero.engine.data.streams.mixture import Cycle, MixSchedule
+from rayzero.engine.data.streams.order import BlockOrder, StreamOrder
+from rayzero.engine.errors import ConfigError, DataError
+
+counts = st.lists(st.integers(1, 9), min_size=1, max_size=12)
+
+
+@given(counts, st.integers(-5, 2**70), st.integers(1, 6), st.integers(1, 17))
+def test_each_epoch_has_each_row_once(
+    counts: list[int], seed: int, window: int, group: int
+) -> None:
+    order = StreamOrder([BlockOrder(np.array(counts), seed, window)], None, group)
+    rows = order.indices(0, 3 * order.length).reshape(3, -1)
+    assert (np.sort(rows, axis=1) == np.arange(sum(counts))).all()
+
+
+@given(counts, st.integers(1, 6), st.integers(1, 17), st.data())
+def test_any_range_is_a_part_of_the_whole(
+    counts: list[int], window: int, group: int, data: st.DataObject
+) -> None:
+    length = sum(counts)
+    start = data.draw(st.integers(0, 2 * length))
+    count = data.draw(st.integers(1, length))
+    order = BlockOrder(np.array(counts), 3, window)
+    whole = StreamOrder([order], None, group).indices(0, 3 * length + 1)
+    part = StreamOrder([order], None, group).indices(start, count)
+    assert part.tolist() == whole[start : start + count].tolist()
+
+
+@given(counts, st.integers(1, 6), st.integers(1, 17))
+def test_rows_stay_in_their_window(counts: list[int], window: int, group: int) -> None:
+    order = BlockOrder(np.array(counts), 5, window)
+    places = StreamOrder([order], None, group).places(0, 2 * order.length)
+    windows = [order.window_of(int(turn)) for turn in places.turns]
+    assert windows == sorted(windows)
+    for number in set(windows):
+        blocks = {int(places.blocks[it]) for it in range(len(windows)) if windows[it] == number}
+        assert set(order.blocks_of_window(number, 0.0, 1.0)) == blocks
+        assert len(blocks) <= window
+
+
+def test_a_rank_reads_its_part_of_a_window() -> None:
+    order = BlockOrder(np.full(64, 1000), 1, 16)
+    stream = StreamOrder([order], None, 256)
+    for rank in range(4):
+        blocks = {
+            int(block)
+            for step in range(60)  # of 62 in a window
+            for block in stream.places(step * 256 + rank * 64, 64).blocks
+        }
+        assert len(blocks) <= 4 + 4  # a step has not exactly 16 rows of each of 16 blocks
+        assert set(order.blocks_of_window(0, rank / 4, (rank + 1) / 4)) <= blocks
+
+
+def test_epochs_windows_and_seeds_differ() -> None:
+    order = StreamOrder([BlockOrder(np.full(8, 50), 1, 2)], None, 1)
+    other = StreamOrder([BlockOrder(np.full(8, 50), 2, 2)], None, 1)
+    first, second = order.indices(0, 800).reshape(2, -1)
+    assert (first != second).mean() > 0.9
+    assert (first != other.indices(0, 400)).mean() > 0.9
+    assert (first[:100] % 50 != first[100:200] % 50).mean() > 0.9
+
+
+def test_resume_in_a_million_blocks_is_fast() -> None:
+    order = BlockOrder(np.full(10**6, 700), 0, 16)
+    since_s = perf_counter()
+    stream = StreamOrder([order], None, 1024)
+    rows = stream.indices(10**9, 512)
+    assert perf_counter() - since_s < 30  # 1 s, on a machine thirty times slower
+    assert len(set(rows.tolist())) == 512
+
+
+@pytest.mark.parametrize("bad", [[], [3, 0]])
+def test_sources_without_rows_are_refused(bad: list[int]) -> None:
+    with pytest.raises(DataError, match="with one row or more"):
+        BlockOrder(np.array(bad, dtype=np.int64), 0, 4)
+
+
+weights = st.lists(
+    st.one_of(st.integers(0, 9), st.sampled_from([0.1, 0.25, 0.7, 1 / 3, 1e-2])),
+    min_size=1,
+    max_size=6,
+).filter(any)
+
+
+@settings(max_examples=40)
+@given(weights)
+def test_shares_are_exact_at_every_prefix(weights: list[float]) -> None:
+    cycle = Cycle(weights)
+    number = min(2 * cycle.period + 3, 5000)
+    sources, ranks = cycle.split(np.arange(number))
+    seen = np.zeros(len(weights), dtype=int)
+    for position in range(number):
+        assert cycle.counts(position).tolist() == seen.tolist() or position % 97
+        assert ranks[position] == seen[sources[position]]
+        seen[sources[position]] += 1
+        for source, share in enumerate(cycle.shares.tolist()):
+            assert abs(seen[source] - Fraction((position + 1) * share, cycle.period)) < 1
+    for source, weight in enumerate(weights):
+        assert cycle.shares[source] / cycle.period == pytest.approx(
+            weight / sum(weights), abs=2**-16
+        )
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_mixtures_change_weights_and_end_at_limits(data: st.DataObject) -> None:
+    """Against a plain walk that counts."""
+    number = data.draw(st.integers(1, 4))
+    positive = st.tuples(*[st.integers(1, 5)] * number)
+    changes = {0: data.draw(positive), **data.draw(st.dictionaries(st.integers(1, 60), positive))}
+    limits = data.draw(st.tuples(*[st.one_of(st.none(), st.integers(1, 30))] * number))
+    schedule = MixSchedule([10] * number, changes, limits)
+    sources, own = schedule.split(0, 200)
+    ends = None not in limits
+    assert schedule.length == (sum(limits) if ends else 10 * number)
+    seen = [0] * number
+    for position in range(min(200, schedule.length) if ends else 200):
+        source = int(sources[position])
+        assert own[position] == seen[source]
+        seen[source] += 1
+        assert limits[source] is None or seen[source] <= limits[source]
+    if ends and schedule.length <= 200:
+        assert seen == list(limits)
+    start = data.draw(st.integers(0, 199))
+    part = schedule.split(start, 200 - start)
+    assert part[0].tolist() == sources[start:].tolist()
+    assert part[1].tolist() == own[start:].tolist()
+    for source in range(number):  # over the epochs of the mixture, too
+        mine = own[sources == source]
+        assert mine.tolist() == list(range(len(mine)))
+
+
+def test_a_changed_weight_holds_from_its_position() -> None:
+    sources, _ = MixSchedule([100, 100], {0: (1, 1), 10: (1, 4)}, (None, None)).split(0, 60)
+    assert np.bincount(sources[:10]).tolist() == [5, 5]
+    assert np.bincount(sources[10:]).tolist() == [10, 40]
+
+
+@pytest.mark.parametrize("bad", [(0, 0), (1, -1), (1, 1e-9), ()])
+def test_bad_weights_are_refused(bad: tuple[float, ...]) -> None:
+    with pytest.raises(ConfigError, match="weight"):
+        Cycle(bad)

@@ -1,0 +1,287 @@
+"""Streams through the loader: one order at any number of ranks, the cache, resuming, errors."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rayzero
+import rayzero.data
+from rayzero.engine.data.sampling import StepSplit, assign_step
+from rayzero.engine.data.streams.source import column_values
+from rayzero.engine.errors import ConfigError, DataError, EngineError
+from tests.engine.data.streams.memory import MemorySource, make_source, read_step
+
+COUNTS = [5, 3, 8, 1, 6, 7, 2, 4]
+
+
+def block_threads() -> list[threading.Thread]:
+    return [it for it in threading.enumerate() if it.name in ("rayzero-blocks", "rayzero-prefetch")]
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads() -> Iterator[None]:
+    yield
+    gc.collect()
+    for thread in block_threads():
+        thread.join(5)
+    assert block_threads() == []
+
+
+def no_check() -> None:
+    pass
+
+
+def make_mix() -> Any:
+    web, code = MemorySource(COUNTS, "web"), MemorySource([4] * 5, "code")
+    return rayzero.data.mix(
+        {"web": (rayzero.data.stream(web, 3), 0.75), "code": (code, 0.25)},
+        changes={2: {"code": 1.0}},
+        max_epochs={"code": 2},
+    )
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.booleans(),
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.lists(st.sampled_from([1, 2, 3, 5]), min_size=3, max_size=8),
+)
+def test_order_is_the_same_at_any_world_size(
+    mixed: bool, batch: int, micro_batch: int, worlds: list[int]
+) -> None:
+    """Each step on another number of ranks, some as after a repair: all sources are new."""
+    stream = make_mix() if mixed else rayzero.data.stream(MemorySource(COUNTS, "web"), 3)
+    order = stream.order(7, batch)
+    source = make_source(stream, batch, seed=7)
+    texts = []
+    for step, world in enumerate(worlds):
+        if step % 3 == 2:
+            source = make_source(stream, batch, seed=7)
+        texts += [it["text"] for it in read_step(source, step * batch, batch, micro_batch, world)]
+    places = order.places(0, batch * len(worlds))
+    expected = [
+        f"{part.source.name}-{part.source.counts[:block].sum() + row}"
+        for number, block, row in zip(places.sources, places.blocks, places.rows, strict=True)
+        for part in [stream.parts[number]]
+    ]
+    assert texts == expected
+    if not mixed:
+        whole = Counter(texts[: sum(COUNTS)])
+        assert max(whole.values()) == 1
+
+
+def test_an_epoch_of_a_stream_has_each_row_once() -> None:
+    source = make_source(rayzero.data.stream(MemorySource(COUNTS), 3), 6)
+    rows = [it["row"] for step in range(6) for it in read_step(source, step * 6, 6, 2, 3)]
+    assert sorted(rows) == list(range(36))
+
+
+def test_blocks_of_a_window_are_read_once_and_ahead() -> None:
+    memory = MemorySource([50] * 12)
+    source = make_source(rayzero.data.stream(memory, 4), 10)
+    source.begin(0, StepSplit(assign_step(10, 1, 0, 10)), no_check)
+    part = assign_step(10, 1, 0, 10)[0]
+    for cursor in range(0, 600, 10):
+        source.read(cursor, part, is_last=True, check=no_check)
+    assert set(memory.reads.values()) == {1}
+    assert source.cache.counters.hits > 100
+
+
+def test_resume_reads_at_most_its_window() -> None:
+    memory = MemorySource([50] * 40)
+    source = make_source(rayzero.data.stream(memory, 4, threads=1), 10)
+    part = assign_step(10, 1, 0, 10)[0]
+    source.begin(1000, StepSplit((part,)), no_check)
+    source.read(1000, part, is_last=True, check=no_check)
+    order = source._order.orders[0]
+    window = order.window_of(int(order.locate(1000, 1)[0][0]))
+    allowed = {*order.blocks_of_window(window, 0, 1), *order.blocks_of_window(window + 1, 0, 1)}
+    assert set(memory.reads) <= allowed
+
+
+def test_memory_is_bounded_and_what_does_not_fit_is_read_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    memory = MemorySource([40] * 16, width=1000)
+    block_bytes = memory.read(0).get_total_buffer_size()
+    limit = 5 * block_bytes
+    source = make_source(rayzero.data.stream(memory, 8, cache_bytes=limit), 16)
+    part = assign_step(16, 1, 0, 16)[0]
+    source.begin(0, StepSplit((part,)), no_check)
+    rows = []
+    for cursor in range(0, 640, 16):
+        rows += [it["row"] for it in source.read(cursor, part, is_last=True, check=no_check)[1]]
+    assert sorted(rows) == list(range(640))
+    assert source.cache.counters.peak_bytes <= 1.1 * limit
+    assert "do not fit in cache_bytes" in caplog.text
+    assert caplog.text.count("do not fit") == 1
+
+
+def test_sources_share_a_small_cache() -> None:
+    """The current window of each is read before the next one of another: each block once."""
+    web, code = (MemorySource([40] * 16, name, width=1000) for name in ("web", "code"))
+    limit = 11 * web.read(0).get_total_buffer_size()
+    web.reads.clear()
+    parts = {it.name: (rayzero.data.stream(it, 4), 0.5) for it in (web, code)}
+    source = make_source(rayzero.data.mix(parts, cache_bytes=limit), 16)
+    part = assign_step(16, 1, 0, 16)[0]
+    source.begin(0, StepSplit((part,)), no_check)
+    rows = []
+    for cursor in range(0, 960, 16):  # three windows of four: the next epoch is not read ahead
+        rows += source.read(cursor, part, is_last=True, check=no_check)[0]
+    assert len(set(rows)) == 960
+    assert set(web.reads.values()) | set(code.reads.values()) == {1}
+    assert source.cache.counters.peak_bytes <= 1.1 * limit
+
+
+def test_a_block_larger_than_the_limit_is_refused() -> None:
+    source = make_source(rayzero.data.stream(MemorySource([50]), cache_bytes=100), 2)
+    with pytest.raises(DataError, match="cache_bytes"):
+        source.read(0, assign_step(2, 1, 0, 2)[0], is_last=True, check=no_check)
+
+
+def test_a_waiting_reader_can_be_stopped() -> None:
+    memory, release, calls = MemorySource([50]), threading.Event(), []
+
+    def check() -> None:
+        calls.append(1)
+        if len(calls) > 2:
+            raise EngineError("stopped")
+
+    memory.before_read = lambda block: release.wait(60) and None
+    source = make_source(rayzero.data.stream(memory), 2)
+    part = assign_step(2, 1, 0, 2)[0]
+    with pytest.raises(EngineError, match="stopped"):
+        source.read(0, part, is_last=True, check=check)
+    release.set()
+    assert len(source.read(0, part, is_last=True, check=no_check)[1]) == 2
+    assert memory.reads == {0: 1}
+
+
+def test_a_block_that_takes_too_long_is_named() -> None:
+    memory, release = MemorySource([50]), threading.Event()
+    memory.before_read = lambda block: release.wait(60) and None
+    source = make_source(rayzero.data.stream(memory, read_timeout_s=0.1), 2)
+    with pytest.raises(DataError, match=r"block 0 of 'memory' \(memory block 0\) was not read"):
+        source.read(0, assign_step(2, 1, 0, 2)[0], is_last=True, check=no_check)
+    release.set()
+
+
+def test_errors_name_source_block_and_row_and_a_read_is_tried_again() -> None:
+    memory, failures = MemorySource([50]), [OSError("storage is away")]
+    memory.before_read = lambda block: (_ for _ in ()).throw(failures.pop()) if failures else None
+    source = make_source(rayzero.data.stream(memory, transform=lambda it: 1 // it["row"]), 50)
+    part = assign_step(50, 1, 0, 50)[0]
+    with pytest.raises(DataError, match=r"block 0\) could not be read: OSError: storage is away"):
+        source.read(0, part, is_last=True, check=no_check)
+    with pytest.raises(DataError, match=r"row 0 of block 0 of 'memory' \(memory block 0\)"):
+        source.read(0, part, is_last=True, check=no_check)
+
+
+def test_a_block_with_other_rows_is_refused() -> None:
+    memory = MemorySource([50])
+    source = make_source(rayzero.data.stream(memory), 2)
+    memory.read = lambda block: pa.table({"row": [1]})  # type: ignore[method-assign]
+    with pytest.raises(DataError, match="has 1 rows, and had 50"):
+        source.read(0, assign_step(2, 1, 0, 2)[0], is_last=True, check=no_check)
+
+
+class Registered:
+    def __call__(self, name: str, get: Any, set: Any) -> None:  # noqa: A002
+        self.get, self.set = get, set
+
+
+def test_state_of_another_stream_is_refused_and_its_batch_kept() -> None:
+    saved, loaded = Registered(), Registered()
+    first = make_source(rayzero.data.stream(MemorySource(COUNTS), 3), 6, register=saved)
+    second = make_source(rayzero.data.stream(MemorySource(COUNTS), 3), 4, register=loaded)
+    loaded.set(saved.get())
+    assert (second._order.indices(0, 60) == first._order.indices(0, 60)).all()
+    assert loaded.get() == saved.get()
+    for other, named in (
+        (rayzero.data.stream(MemorySource(COUNTS), 4), "shuffle_window of 'memory': 3; now: 4"),
+        (rayzero.data.stream(MemorySource([*COUNTS, 1]), 3), "8 and 36; now: 9 and 37"),
+        (make_mix(), "blocks and rows of 'memory'"),
+    ):
+        make_source(other, 6, register=loaded)
+        with pytest.raises(EngineError, match=named):
+            loaded.set(saved.get())
+
+
+def test_columns_become_numbers_arrays_and_text() -> None:
+    table = pa.table(
+        {
+            "ids": pa.array([[1, 2], [3], None], pa.list_(pa.int32())),
+            "fixed": pa.array([[1.0, 2.0]] * 3, pa.list_(pa.float32(), 2)),
+            "text": ["a", "b", None],
+            "gaps": pa.array([[1, None]] * 3, pa.list_(pa.int64())),
+        }
+    )
+    ids = column_values(table["ids"])
+    assert ids[0].dtype == np.int32
+    assert [None if it is None else it.tolist() for it in ids] == [[1, 2], [3], None]
+    assert column_values(table["fixed"])[1].tolist() == [1.0, 2.0]
+    assert column_values(table["text"]) == ["a", "b", None]
+    assert column_values(table["gaps"])[0] == [1, None]
+
+
+@pytest.mark.parametrize("option", ["shuffle_window", "cache_bytes", "threads", "read_timeout_s"])
+def test_settings_are_positive(option: str) -> None:
+    with pytest.raises(ConfigError, match=option):
+        rayzero.data.stream(MemorySource([1]), **{option: 0})
+
+
+def test_mixtures_name_what_is_wrong() -> None:
+    pair = {"web": (MemorySource([1]), 1.0)}
+    for options, match in (
+        ({"changes": {3: {"webb": 1.0}}}, "did you mean 'web'"),
+        ({"max_epochs": {"web": 0}}, "max_epochs is 0"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            rayzero.data.mix(pair, **options)
+    with pytest.raises(ConfigError, match="is a mixture"):
+        rayzero.data.mix({"both": (rayzero.data.mix(pair), 1.0)})
+    with pytest.raises(ConfigError, match="no sources"):
+        rayzero.data.mix({})
+
+
+def test_engine_trains_on_a_stream() -> None:
+    """Against plain torch over the rows of the order."""
+    config = {
+        "gradient_clipping": 0,
+        "train_batch_size": 6,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+    }
+    stream = rayzero.data.stream(
+        MemorySource(COUNTS), 3, transform=lambda it: torch.tensor([it["row"] / 36])
+    )
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    plain = torch.nn.Linear(1, 1)
+    plain.load_state_dict(model.state_dict())
+    engine, _, loader, _ = rayzero.initialize(model=model, training_data=stream, config=config)
+    for batch in loader:
+        engine.backward(engine(batch).square().mean())
+        engine.step()
+    assert engine.global_steps == 6
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    for step in range(6):
+        rows = torch.tensor(stream.order(0, 6).indices(step * 6, 6) / 36).float()[:, None]
+        optimizer.zero_grad()
+        plain(rows).square().mean().backward()
+        optimizer.step()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(engine.state_dict()[name], value)
+    engine.close()
