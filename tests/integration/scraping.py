@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rayzero.orchestrator.job_events import MetricsServed, Resized
+from rayzero.orchestrator.job_events import MetricsServed, Repaired
 from rayzero.orchestrator.metrics.catalog import CATALOG
 from rayzero.orchestrator.progress import StepRecord
 from tests.orchestrator.support import EventLog
@@ -54,7 +54,7 @@ def has_recovered(event_log: EventLog) -> bool:
     records = event_log.of(StepRecord)
     return bool(
         event_log.of(MetricsServed)
-        and event_log.of(Resized)
+        and event_log.of(Repaired)  # its replacement may have come in time for it: not Resized
         and records[-1].step >= 40
         and records[-1].world_size == 2
     )

@@ -28,18 +28,20 @@ STEPS = 30
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + 200
     while not condition():
         assert time.monotonic() < until_s
         time.sleep(0.02)
 
 
 def train(ctx: rayzero.Context) -> dict[str, Any]:
+    """Waits after a step while the file `hold` exists."""
     engine, *_ = ctx.initialize(model=make_model(torch.float64))
     for x, y in ctx.rollouts(PROMPTS, engine).until(ctx.steps):
         engine.backward(nn.functional.mse_loss(engine(x), y))
         engine.step()
-        time.sleep(0.05)
+        while (ctx.output_dir / "hold").exists():
+            time.sleep(0.02)
     weights = engine.state_dict()
     if ctx.is_main:
         torch.save(weights, ctx.output_dir / "weights.pt")
@@ -78,19 +80,15 @@ def test_each_prompt_is_trained_on_once(no_leaks: None, tmp_path: Path):
         },
         checkpoint={"path": str(tmp_path)},
         ledger=True,
+        faults=["kill(rank=1, step=12)", "kill_vault(node=0, step=20)"],
     ).submit(observer=log)
-
-    def reach(step: int) -> None:
-        wait_for(lambda: any(record.step >= step for record in log.of(StepRecord)))
-
-    reach(3)
+    wait_for(lambda: len(log.of(StepRecord)) > 2)
+    hold = tmp_path / "rollouts" / "hold"
+    hold.touch()
     for event in log.of(RoleWorkerReady)[:2]:
         os.kill(event.worker.pid, signal.SIGKILL)
-    reach(8)
-    handle.inject("kill(rank=1)")
-    reach(14)
-    assert len(log.of(RoleWorkerReady)) == 5, "both were started again"
-    handle.inject("kill_vault(node=0)")
+    wait_for(lambda: len(log.of(RoleWorkerReady)) == 5)  # both were started again
+    hold.unlink()
     result = handle.result()
     assert [it.cause for it in log.of(Repaired)] == ["lost", "rollouts"]
     assert result.metrics["steps"] == STEPS
@@ -100,7 +98,7 @@ def test_each_prompt_is_trained_on_once(no_leaks: None, tmp_path: Path):
     assert sorted(numbers) == [*range(STEPS * SAMPLES)]
     log_of_steps = [steps[it] for it in sorted(steps)]
     seen = {text for line in handle.logs(role="rollout") if (text := line.partition("version ")[2])}
-    assert len(seen) > STEPS / 2
+    assert len(seen) >= STEPS / 2 - 3  # the last lines of what is killed may be lost
     for text in seen:  # each is a version's weights, of one step
         step, total = text.split()
         oracle = plain_torch(log_of_steps[: int(step)], 0)
