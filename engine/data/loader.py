@@ -16,6 +16,7 @@ from rayzero.engine.data.consumed import SAMPLES_PHASE
 from rayzero.engine.data.micro_batches import MicroBatches, YieldedBatch
 from rayzero.engine.data.prefetch import Prefetch, batch_to_device, closed_error
 from rayzero.engine.data.sampling import MicroBatch, SampleOrder, StepSplit
+from rayzero.engine.data.way_out import way_out
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import CollectiveError, DataError, EngineError
 from rayzero.engine.session import Reforming
@@ -334,7 +335,7 @@ def dataset_length(dataset: object) -> int:
         raise DataError(
             f"the training data is a {name}, which can only be iterated",
             "a map-style dataset, with __len__ and __getitem__",
-            "training_data: only indexed samples can be split over a changing set of workers",
+            f"training_data: {way_out(dataset)}",
         )
     try:
         length = len(dataset)  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
+from rayzero.engine.data.streams.positions import check_sampler
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.state.metadata import capture_rng, restore_rng
 from rayzero.engine.state.registry import read_value
@@ -38,6 +39,7 @@ from rayzero.huggingface.scripted_steps import (
     follow_script,
     split_models,
 )
+from rayzero.huggingface.streams import check_training_data
 from rayzero.workers.launch.adapters import Original, wrap
 from rayzero.workers.launch.kept_schedules import apply_rates
 from rayzero.workers.session import JobSession
@@ -117,6 +119,14 @@ def _recall(session: JobSession) -> None:
             _first.update(read_value(source, session.assignment.rank, _STATE) or {})
 
 
+def first_ranks(session: JobSession) -> int:
+    """The number of ranks of the first generation that prepared a model; until then, the present
+    one."""
+    if not _first:
+        _recall(session)
+    return _first.get("ranks", dist.get_world_size())
+
+
 def _prepare(
     session: JobSession, prepare: Original, accelerator: Any, *args: Any, **options: Any
 ) -> Any:
@@ -148,10 +158,11 @@ def _prepare(
         session.registry.register(_STATE, lambda: dict(_first), _first.update)
     session.divide_step(_first["batches"])
     schedules = [it for it in result if _is_ours(it)]
-    loader = next(
-        (it for it, given in zip(result, args, strict=True) if isinstance(given, DataLoader)), None
-    )
-    if loader is not None:
+    number = next((n for n, given in enumerate(args) if isinstance(given, DataLoader)), None)
+    if number is not None:
+        loader = result[number]
+        check_sampler(args[number])
+        check_training_data(session, loader, _first["ranks"])
         place = Place(loader, engine.global_steps, steps, lambda: _recut(accelerator))
         place.check_stepped = partial(_check_stepped, accelerator)
         place.schedules[:] = [it.scheduler for it in schedules]
