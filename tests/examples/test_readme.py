@@ -89,8 +89,10 @@ def test_kill_of_the_first_job_is_repaired_as_shown(folder: Path) -> None:
 
 
 def _without_numbers(line: str) -> str:
-    """And without the name of the machine and the cause of a loss: Ray may tell it first."""
+    """And without the name of the machine, the cause of a loss, which Ray may tell first, and the
+    replacement, which joins if it comes before the end."""
     line = re.sub(r"(was lost after step \d+:).*", r"\1", re.sub(r"on node \S+", "on node", line))
+    line = re.sub(r"\d( then \d)+ workers", "1 workers", line)
     return NUMBER.sub("#", re.sub(r"\bno step\b|\b(\d+) steps\b", "1 step", line))
 
 
