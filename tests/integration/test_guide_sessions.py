@@ -25,7 +25,7 @@ from tests.integration.command_server import CommandServer
 from tests.support.token_head import TokenHead, wait_for
 
 pytestmark = pytest.mark.slow
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 # Of the files: a checkpoint soon, a port that other tests do not use, steps that leave CPU time.
 HERE = "tests/integration/test_guide_sessions.py"
 ADDRESS = r"http://(HOST|127\.0\.0\.1):8265"
@@ -220,7 +220,7 @@ def without_numbers(text: str) -> set[str]:
     }
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_quickstart_runs_as_written(terminal: Terminal) -> None:
     """Its kill of a worker and its loss of the cluster included."""
     page = "docs/quickstart.md"
@@ -260,7 +260,7 @@ def train(ctx):
 ENGINE = {"train_batch_size": 24, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_jobs_in_python_run_as_written(terminal: Terminal) -> None:
     """README's, the one that was Ray Train's (whose own script takes 35 s: not run), then that of
     the guide to jobs."""
@@ -339,7 +339,7 @@ def write_files(terminal: Terminal, page: str, *changes: tuple[str, str]) -> Non
             (terminal.folder / block.file).write_text(text, encoding="utf-8")
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_commands_of_a_job_run_as_written(terminal: Terminal) -> None:
     """Those of README and of the guides to jobs, Kubernetes and faults, about one job that is lost
     with its cluster and resumed; then the ones that run it to its end."""
