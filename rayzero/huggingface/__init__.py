@@ -22,6 +22,7 @@ PRIVATE = {
         "_maybe_log_save_evaluate",
     ),
     "accelerate.Accelerator": ("_dataloaders", "_schedulers"),
+    "accelerate.state.GradientState": ("_set_sync_gradients",),
     "torch.optim.lr_scheduler.LRScheduler": ("_step_count",),
 }
 """The private attributes that this package uses, by class: what another release may rename."""
