@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from rayzero.engine.errors import CollectiveError
+from rayzero.engine.errors import CollectiveError, ConfigError
 from rayzero.engine.state.metadata import capture_rng, restore_rng
 from rayzero.engine.state.registry import read_value
 from rayzero.huggingface.accelerator import first_ranks, own_batches
@@ -290,6 +290,13 @@ class TrainerRun:
             self.restore_rng()  # else after the batches that Trainer skips
 
     def on_step_begin(self, *args: Any, **options: Any) -> None:
+        if len(self._session.engines) > 1:
+            raise ConfigError(
+                "a script trains another engine beside its Trainer's, as in a callback",
+                allowed="one engine that trains, and any number that only evaluate",
+                fix="train the other model without an engine (a torch optimizer, on each rank), or "
+                "write the loop with Accelerate: accelerator.prepare takes several models",
+            )
         self.recorder.step_begins()
 
     def on_optimizer_step(self, *args: Any, **options: Any) -> None:
