@@ -78,6 +78,8 @@ def main() -> None:
         begun, skipped = divmod(finished, len(loader))
     for epoch in range(begun, args.epochs):
         rest = accelerator.skip_first_batches(loader, skipped) if epoch == begun else loader
+        if args.data:
+            rest.set_epoch(epoch)
         for rows, indices in rest:
             kills = os.environ["RANK"] == "1" and not (args.out / "killed").exists()
             if kills and args.kill_at == getattr(model, "global_steps", None):
