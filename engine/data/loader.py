@@ -332,7 +332,8 @@ def dataset_length(dataset: object) -> int:
         raise DataError(
             f"the training data is a {name}, which can only be iterated",
             "a map-style dataset, with __len__ and __getitem__",
-            "training_data: only indexed samples can be split over a changing set of workers",
+            "rayzero.data.iterable(it), or rayzero.data.blocks(its files), as training_data: only "
+            "then it can be split over a changing set of workers",
         )
     try:
         length = len(dataset)  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from rayzero.engine.data.sampling import MicroBatch, StepSplit, TrainingProgress
 from rayzero.engine.data.streams.cache import CHECK_INTERVAL_S
 from rayzero.engine.data.streams.identity import check_identity
 from rayzero.engine.data.streams.readers import IterableStream, ReadRow, Snapshot, read_rows
-from rayzero.engine.errors import DataError, RayzeroError
+from rayzero.engine.errors import DataError
 
 STATE_NAME = "rayzero.iterable"
 """The registered state with the snapshots, and what the order of the samples depends on."""
@@ -102,7 +102,7 @@ class IterableSource(SampleSource):
         while True:
             try:
                 read = reader.read(check)
-            except RayzeroError:
+            except BaseException:
                 if reader.has_failed:
                     del self._readers[number]
                 raise
@@ -178,7 +178,7 @@ class _Reader:
                 read = self._feed.next_within(CHECK_INTERVAL_S)
             except Empty:
                 check()
-            except RayzeroError:
+            except BaseException:
                 self.has_failed = True
                 raise
             else:
