@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rayzero.engine.data.streams.api import iterable, mix, stream
     from rayzero.engine.data.streams.block import BlockSource
     from rayzero.engine.data.streams.packing import PackedBlocks, cu_seqlens
+    from rayzero.engine.data.streams.positions import StreamSampler
     from rayzero.engine.data.streams.readers import IterableStream
     from rayzero.engine.data.streams.source import BlockStream
     from rayzero.engine.data.streams.sources.file_blocks import blocks
@@ -24,6 +25,7 @@ _HOMES = {
     "BlockStream": "rayzero.engine.data.streams.source",
     "IterableStream": "rayzero.engine.data.streams.readers",
     "PackedBlocks": "rayzero.engine.data.streams.packing",
+    "StreamSampler": "rayzero.engine.data.streams.positions",
     "blocks": "rayzero.engine.data.streams.sources.file_blocks",
     "cu_seqlens": "rayzero.engine.data.streams.packing",
     "from_hf": "rayzero.data.hugging_face",
@@ -38,6 +40,7 @@ __all__ = [
     "BlockStream",
     "IterableStream",
     "PackedBlocks",
+    "StreamSampler",
     "blocks",
     "cu_seqlens",
     "from_hf",
