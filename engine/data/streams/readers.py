@@ -29,7 +29,7 @@ _WAYS_OUT = (
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Where a reader can begin: before its row `row`, counted over all epochs.
+    """A place where a reader can begin: before its row `row`, counted over all epochs.
 
     Attributes:
         epoch: this reader's.
