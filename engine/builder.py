@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +28,8 @@ from rayzero.engine.data.micro_batches import MicroBatches
 from rayzero.engine.data.sampling import StepSplit, TrainingProgress, assign_step
 from rayzero.engine.data.streams.api import stream
 from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.data.streams.iterable_source import IterableSource
+from rayzero.engine.data.streams.readers import IterableStream
 from rayzero.engine.data.streams.source import BlockStream, StreamSource
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.leaf_modules import apply_leaf_names
@@ -233,7 +236,7 @@ def split_step(settings: Settings, collectives: Collectives) -> StepSplit:
 
 def make_loader(
     step: TrainingStep,
-    data: MapDataset | SampleSource | BlockStream | BlockSource,
+    data: MapDataset | SampleSource | BlockStream | BlockSource | IterableStream,
     collate_fn: Callable[[list[Any]], Any] | None,
     session: HostSession | None,
 ) -> StepLoader:
@@ -243,6 +246,9 @@ def make_loader(
         data = stream(data)
     if isinstance(data, BlockStream):
         data = StreamSource(data, seed, step.micro_batches.progress, step.state.register)
+    if isinstance(data, IterableStream):
+        register = partial(step.state.register, shared=True)
+        data = IterableSource(data, step.micro_batches.progress, register)
     if not isinstance(data, SampleSource):
         data = DatasetSource(data, seed)
     return StepLoader(

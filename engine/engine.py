@@ -22,6 +22,7 @@ from rayzero.engine.checkpoint_io import load_checkpoint, save_checkpoint
 from rayzero.engine.config.explain import log_explanation
 from rayzero.engine.data.loader import MapDataset, StepLoader
 from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.data.streams.readers import IterableStream
 from rayzero.engine.data.streams.source import BlockStream
 from rayzero.engine.metrics import StepMetrics
 from rayzero.engine.model_claims import check_unclaimed, claim_params
@@ -84,7 +85,7 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
         *,
         config: ConfigLike | None = None,
         model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
-        training_data: MapDataset | BlockStream | BlockSource | None = None,
+        training_data: MapDataset | BlockStream | BlockSource | IterableStream | None = None,
         lr_scheduler: SchedulerLike | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         name: str | None = None,

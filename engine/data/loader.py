@@ -335,7 +335,8 @@ def dataset_length(dataset: object) -> int:
         raise DataError(
             f"the training data is a {name}, which can only be iterated",
             "a map-style dataset, with __len__ and __getitem__",
-            f"training_data: {way_out(dataset)}",
+            f"training_data: {way_out(dataset)}; or rayzero.data.iterable(...) of it, if it has a "
+            "state_dict()",
         )
     try:
         length = len(dataset)  # type: ignore[arg-type]

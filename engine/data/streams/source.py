@@ -14,9 +14,10 @@ from rayzero.engine.data.loader import SampleSource
 from rayzero.engine.data.sampling import MicroBatch, StepSplit, TrainingProgress
 from rayzero.engine.data.streams.block import BlockSource
 from rayzero.engine.data.streams.cache import BlockCache
+from rayzero.engine.data.streams.identity import check_identity
 from rayzero.engine.data.streams.mixture import MixSchedule
 from rayzero.engine.data.streams.order import BlockOrder, StreamOrder
-from rayzero.engine.errors import ConfigError, DataError, EngineError
+from rayzero.engine.errors import ConfigError, DataError
 
 STATE_NAME = "rayzero.stream"
 """The registered state with what the order of the samples depends on."""
@@ -197,16 +198,7 @@ class StreamSource(SampleSource):
     def _set(self, value: dict[str, Any]) -> None:
         saved, batch = {**value}, value["batch"]
         del saved["batch"]
-        now = self._stream.identity(self._seed)
-        for name in [*saved, *now]:
-            if saved.get(name) != now.get(name):
-                raise EngineError(
-                    f"the training state was trained on a stream with {name}: "
-                    f"{saved.get(name, 'none')}; now: {now.get(name, 'none')}",
-                    allowed="the same data, seed, windows and weights, in the same order",
-                    fix="restore the files or the settings, or begin a new job with the weights "
-                    "of this one",
-                )
+        check_identity(saved, self._stream.identity(self._seed))
         self._order = self._stream.order(self._seed, batch)
         self._windows = {}
 

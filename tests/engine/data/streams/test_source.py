@@ -29,7 +29,7 @@ def block_threads() -> list[threading.Thread]:
     return [it for it in threading.enumerate() if it.name in ("rayzero-blocks", "rayzero-prefetch")]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def no_leaked_threads() -> Iterator[None]:
     yield
     gc.collect()
