@@ -7,8 +7,8 @@ from threading import Event, Thread
 
 import torch
 
-from rayzero.engine.data.loader import fetch_samples
 from rayzero.engine.data.prefetch import Prefetch
+from rayzero.engine.data.sample_source import fetch_samples
 from rayzero.workers.stacks import TRAINING_THREAD, Stacks, read_stacks
 
 
