@@ -71,7 +71,7 @@ class BatchReader:
         self._collate = collate
         self._device = get_device(device)
         self._config = config
-        self._bad = 0  # samples left out, of finished steps and of this rank's since then
+        self._bad = 0  # samples left out: of finished steps, and of this rank since then
         self._making: tuple[float, str] | None = None  # since when, and what
         self._pool: LoaderPool | None = None
         if source.maker is not None and config.num_workers:
@@ -92,10 +92,11 @@ class BatchReader:
         if self._pool is not None:
             self._pool.drop_tasks()
         self._source.begin(cursor, split, check)
-        self._bad = self._micro_batches.progress.bad_samples
+        progress = self._micro_batches.progress
+        self._bad = progress.bad_samples + progress.bad_in_step
         begun: deque[_BegunBatch] = deque()
         for step in range(steps):
-            start = cursor + step * self._micro_batches.progress.global_batch
+            start = cursor + step * progress.global_batch
             for turn in range(done if step == 0 else 0, len(split)):
                 begun.append(self._begin(start, turn, split, check))
                 while begun and not self._waits_for_more(begun):

@@ -31,7 +31,7 @@ from rayzero.engine.data.micro_batches import MicroBatches
 from rayzero.engine.data.sample_source import DatasetSource
 from rayzero.engine.data.sampling import SampleOrder, StepSplit, TrainingProgress, assign_step
 from rayzero.engine.errors import DataError
-from tests.engine.data.items import LENGTH, Items
+from tests.engine.data.items import LENGTH, Items, hang
 from tests.engine.data.streams.memory import MemorySource, make_source
 
 END_S = 60.0
@@ -132,12 +132,6 @@ def test_tensors_arrays_and_own_classes_come_back() -> None:
     assert sample.value["b"].tolist() == [indices(0, 1)[0]] * 2
     sample.value["a"] += 1
     assert sample.value["c"].tolist() == [0, 1]
-
-
-def hang(index: int) -> Any:
-    """Holds the interpreter's lock all the time, and has started a process that hangs, too."""
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1234)"])
-    return sum(iter(int, 1))
 
 
 FAULTS: dict[str, tuple[Callable[[int], Any], str, dict[str, Any]]] = {
