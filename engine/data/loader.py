@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import default_collate
 
 from rayzero.engine.config.sections import LoaderConfig
+from rayzero.engine.data.consumed import SAMPLES_PHASE
 from rayzero.engine.data.micro_batches import MicroBatches, YieldedBatch
 from rayzero.engine.data.prefetch import Prefetch, batch_to_device
 from rayzero.engine.data.reading import BatchReader
@@ -208,13 +209,14 @@ class StepLoader:
                 self._reader.check_time()
                 if not self._source.may_wait:
                     continue
-                self._enter_phase(end)  # leaves the generation, or joins the next, if it has ended
+                # Leaves the generation, or joins the next, if it has ended.
+                self._enter_phase(end, SAMPLES_PHASE)
                 if self._micro_batches.split is not split:
                     return None
             finally:
                 self.progress.data_wait_s += feed.wait_s
 
-    def _enter_phase(self, end: int) -> None:
+    def _enter_phase(self, end: int, phase: str = "data") -> None:
         """The training thread is about to read, unless all steps until `end` are finished: not
         another thread, in which the script reads ahead. A finished one may be undone here."""
         reforming = self._reforming
@@ -224,7 +226,7 @@ class StepLoader:
         if self.progress.sample_cursor >= end and not is_undone:
             return
         if self._session is not None:
-            self._session.on_phase("data")
+            self._session.on_phase(phase)
         if reforming is not None:
             reforming.before_read(self)
 

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 from torch.utils.data import IterableDataset
 
-from rayzero.engine.data.loader_process import SampleMaker
+from rayzero.engine.data.loader_process import BadSample, SampleMaker, make_sample
 from rayzero.engine.data.sampling import MicroBatch, SampleOrder, StepSplit
+from rayzero.engine.data.way_out import way_out
 from rayzero.engine.errors import DataError
 
 
@@ -64,6 +65,23 @@ class SampleSource(ABC):
             check: raises where reading is to stop; to be called while waiting.
         """
 
+    def read_samples(self, start: int, count: int) -> list[Any]:
+        """The samples of some positions, made here. Raises DataError, which names a bad one."""
+        part = MicroBatch(0, count, 1.0)
+        _, raws = self.read(start, part, is_last=False, check=lambda: None)
+        if (maker := self.maker) is None:
+            return raws
+        samples = []
+        for raw in raws:
+            failing = self.describe(raw)
+            samples.append(sample := make_sample(maker, raw, failing))
+            if isinstance(sample, BadSample):
+                raise DataError(
+                    f"{failing} cannot be used: {sample.reason}",
+                    fix="correct the data, its dataset or transform",
+                ) from sample.cause
+        return samples
+
     def describe(self, raw: Any) -> str:
         """Says which sample is made of it: source, block and row."""
         return f"sample {raw} of the training data"
@@ -100,7 +118,7 @@ def dataset_length(dataset: object) -> int:
         raise DataError(
             f"the training data is a {name}, which can only be iterated",
             "a map-style dataset, with __len__ and __getitem__",
-            "training_data: only indexed samples can be split over a changing set of workers",
+            f"training_data: {way_out(dataset)}",
         )
     try:
         length = len(dataset)  # type: ignore[arg-type]
