@@ -21,7 +21,7 @@ _LIBRARIES = (_PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("pureli
 _COLLECTIVES = str(Path(sysconfig.get_path("purelib"), "torch", "distributed"))
 _PREFETCH = "rayzero-prefetch"
 """The loader's thread."""
-_READS = ("fetch_samples", "fetch_item", "make_together", "make_sample", "transform_row")
+_READS = ("fetch_samples", "fetch_item", "transform_row", "make_sample", "_make_samples")
 """Its functions that call a dataset, or a transform."""
 _frames_lock = Lock()
 
@@ -84,7 +84,7 @@ def read_stacks() -> Stacks:
 def _waits_for_data(stacks: Mapping[str, Sequence[FrameSummary]]) -> bool:
     """Whether the training thread is in the loader."""
     inner = next(filter(_is_packages, reversed(stacks.get(TRAINING_THREAD, []))), None)
-    return inner is not None and Path(inner.filename).name == "prefetch.py"
+    return inner is not None and Path(inner.filename).name in ("prefetch.py", "loader.py")
 
 
 def _place(stack: list[FrameSummary]) -> str:
@@ -111,8 +111,8 @@ def _line(frame: FrameSummary) -> str:
 def _read_activity(frame: FrameType | None) -> str:
     """The work of the loader's thread: `reading sample 37`."""
     while frame is not None:
-        is_read = frame.f_code.co_name in _READS and "failing" in frame.f_locals
-        if is_read and _is_file_of_package(frame.f_code.co_filename):
+        is_read = frame.f_code.co_name in _READS and _is_file_of_package(frame.f_code.co_filename)
+        if is_read and "failing" in frame.f_locals:
             return f"reading {frame.f_locals['failing']}"
         frame = frame.f_back
     return ""

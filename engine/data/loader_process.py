@@ -64,17 +64,12 @@ class BadSample:
     cause: BaseException | None = None
 
 
-def make_sample(maker: SampleMaker, raw: Any, failing: str) -> Any:
-    """A sample, or a BadSample. `failing` is which one: read by who looks for a hang."""
+def make_sample(maker: SampleMaker, raw: Any) -> Any:
+    """A sample, or a BadSample."""
     try:
         return maker(raw)
     except Exception as error:  # noqa: BLE001 -- of the user's code: raised or counted by the caller
         return BadSample(f"{type(error).__name__}: {error}", cause=error)
-
-
-def make_together(make_all: Callable[[list[Any]], Any], raws: list[Any], failing: str) -> list[Any]:
-    """Several samples. Raises what `make_all` does."""
-    return list(make_all(raws))
 
 
 class LoaderServer:
@@ -230,7 +225,7 @@ def _make_samples(connection: Connection) -> None:
         seed, tasks = pickle.loads(connection.recv_bytes())
         for position, raw in tasks:
             _seed_sample(seed, position)
-            connection.send_bytes(_dump_made(make_sample(maker, raw, "")))
+            connection.send_bytes(_dump_made(make_sample(maker, raw)))
 
 
 def _seed_sample(seed: int, position: int) -> None:

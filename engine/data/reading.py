@@ -24,7 +24,7 @@ import torch
 
 from rayzero.engine.config.sections import LoaderConfig
 from rayzero.engine.data.loader_pool import LoaderPool, SampleTicket
-from rayzero.engine.data.loader_process import BadSample, make_sample, make_together
+from rayzero.engine.data.loader_process import BadSample, make_sample
 from rayzero.engine.data.micro_batches import MicroBatches, YieldedBatch
 from rayzero.engine.data.prefetch import closed_error
 from rayzero.engine.data.sample_source import SampleSource
@@ -138,7 +138,7 @@ class BatchReader:
     def _finish(
         self, batch: _BegunBatch, split: StepSplit, check: Callable[[], None]
     ) -> tuple[YieldedBatch, Any]:
-        made = self._make(batch.raws, batch.ticket, check)
+        made = self._make_samples(batch.raws, batch.ticket, check)
         count = batch.part.count
         skipped = []
         for number, raw, sample in zip(batch.numbers, batch.raws, made, strict=True):
@@ -163,7 +163,7 @@ class BatchReader:
         )
         return yielded, collated
 
-    def _make(
+    def _make_samples(
         self, raws: list[Any], ticket: SampleTicket | None, check: Callable[[], None]
     ) -> Sequence[Any]:
         maker = self._source.maker
@@ -173,20 +173,20 @@ class BatchReader:
             return self._pool.take(ticket, check)
         try:
             if (make_all := self._source.make_all) is not None:
-                failing = f"samples {raws} of the training data"
+                failing = f"samples {raws} of the training data"  # read by who looks for a hang
                 self._making = monotonic(), failing
                 try:
-                    return make_together(make_all, raws, failing)
+                    return list(make_all(raws))
                 except Exception:
                     log.debug("samples %s cannot be made together", raws, exc_info=True)
-            return [self._make_here(raw) for raw in raws]
+            samples = []
+            for raw in raws:
+                failing = self._source.describe(raw)
+                self._making = monotonic(), failing
+                samples.append(make_sample(maker, raw))
+            return samples
         finally:
             self._making = None
-
-    def _make_here(self, raw: Any) -> Any:
-        failing = self._source.describe(raw)
-        self._making = monotonic(), failing
-        return make_sample(self._source.maker, raw, failing)  # type: ignore[arg-type]
 
     def _leave_out(self, raw: Any, bad: BadSample) -> None:
         """Raises DataError if that is one too many."""
@@ -205,7 +205,7 @@ class BatchReader:
             part = MicroBatch(0, 0, 0.0)
             _, raws = self._source.read(position, part, is_last=False, check=check)
             ticket = self._pool.submit(position, raws) if self._pool is not None else None
-            (sample,) = self._make(raws, ticket, check)
+            (sample,) = self._make_samples(raws, ticket, check)
             if not isinstance(sample, BadSample):
                 return sample
         raise DataError(

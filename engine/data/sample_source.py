@@ -73,11 +73,10 @@ class SampleSource(ABC):
             return raws
         samples = []
         for raw in raws:
-            failing = self.describe(raw)
-            samples.append(sample := make_sample(maker, raw, failing))
+            samples.append(sample := make_sample(maker, raw))
             if isinstance(sample, BadSample):
                 raise DataError(
-                    f"{failing} cannot be used: {sample.reason}",
+                    f"{self.describe(raw)} cannot be used: {sample.reason}",
                     fix="correct the data, its dataset or transform",
                 ) from sample.cause
         return samples
