@@ -23,8 +23,9 @@ from rayzero.engine.compiling import (
 )
 from rayzero.engine.compression.gradients import OneBitAdamReduction
 from rayzero.engine.config import EngineConfig, resolve_batch_sizes
-from rayzero.engine.data.loader import DatasetSource, MapDataset, SampleSource, StepLoader
+from rayzero.engine.data.loader import StepLoader
 from rayzero.engine.data.micro_batches import MicroBatches
+from rayzero.engine.data.sample_source import DatasetSource, MapDataset, SampleSource
 from rayzero.engine.data.sampling import StepSplit, TrainingProgress, assign_step
 from rayzero.engine.data.streams.api import stream
 from rayzero.engine.data.streams.block import BlockSource
@@ -257,6 +258,7 @@ def make_loader(
         collate_fn,
         step.settings.device,
         step.reforming,
+        step.settings.config.rayzero.loader,
     )
 
 

@@ -240,6 +240,7 @@ class TrainingState:
             "global_batch": self.progress.global_batch,
             "micro_batch": self.progress.micro_batch,
             "skipped_steps": self.progress.skipped_steps,
+            "bad_samples": self.progress.bad_samples,
             "loss_scale": self._runtime.precision.scaler.state_dict(),
             "groups": metadata.optimizer_metadata(self._optimizer),
             "scheduler": metadata.scheduler_metadata(self.scheduler),
@@ -314,8 +315,9 @@ class TrainingState:
         if not options.progress:
             return
         self.progress.step = step
-        self.progress.micro_step = 0
+        self.progress.micro_step = self.progress.bad_in_step = 0
         self.progress.sample_cursor = document.get("sample_cursor", 0)
+        self.progress.bad_samples = document.get("bad_samples", 0)
         self.progress.skipped_steps = document.get("skipped_steps", 0)
         if rank == 0:
             with metadata.damaged_unless_valid("monitor_runs"):

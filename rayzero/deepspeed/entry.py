@@ -13,7 +13,8 @@ from rayzero.deepspeed.engine import DeepSpeedEngine
 from rayzero.engine.api.sharded_params import add_stage3_names
 from rayzero.engine.builder import SchedulerLike
 from rayzero.engine.config import parse_config
-from rayzero.engine.data.loader import MapDataset, StepLoader
+from rayzero.engine.data.loader import StepLoader
+from rayzero.engine.data.sample_source import MapDataset
 from rayzero.engine.data.streams.block import BlockSource
 from rayzero.engine.data.streams.readers import IterableStream
 from rayzero.engine.data.streams.source import BlockStream

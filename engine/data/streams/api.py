@@ -34,7 +34,8 @@ def stream(
         shuffle_window: number of blocks whose rows are mixed. A worker holds its part of two
             windows.
         cache_bytes: of the blocks in a worker's memory, at most.
-        transform: makes a sample of the dict of a row, in the thread that reads ahead.
+        transform: makes a sample of the dict of a row, in the thread that reads ahead, or in
+            `rayzero.loader.num_workers` processes.
         threads: the most that read blocks, in each worker.
         read_timeout_s: how long one block may take.
 

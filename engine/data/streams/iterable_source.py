@@ -21,8 +21,8 @@ from queue import Empty
 from time import monotonic
 from typing import Any
 
-from rayzero.engine.data.loader import SampleSource
 from rayzero.engine.data.prefetch import Prefetch
+from rayzero.engine.data.sample_source import SampleSource
 from rayzero.engine.data.sampling import MicroBatch, StepSplit, TrainingProgress
 from rayzero.engine.data.streams.cache import CHECK_INTERVAL_S
 from rayzero.engine.data.streams.identity import check_identity

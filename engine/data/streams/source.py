@@ -5,12 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from rayzero.engine.data.loader import SampleSource
+from rayzero.engine.data.sample_source import SampleSource
 from rayzero.engine.data.sampling import MicroBatch, StepSplit, TrainingProgress
 from rayzero.engine.data.streams.block import BlockSource
 from rayzero.engine.data.streams.cache import BlockCache
@@ -94,6 +95,20 @@ class BlockStream:
         return identity
 
 
+class StreamRow(NamedTuple):
+    """What a sample is made of."""
+
+    source: int
+    block: int
+    row: int
+    values: dict[str, Any]
+
+
+def transform_row(transforms: Sequence[Transform | None], row: StreamRow) -> Any:
+    transform = transforms[row.source]
+    return row.values if transform is None else transform(row.values)
+
+
 class StreamSource(SampleSource):
     """A stream as the source of a `StepLoader`. What its order depends on is registered with the
     training state, and compared when that is loaded.
@@ -114,7 +129,10 @@ class StreamSource(SampleSource):
         self, stream: BlockStream, seed: int, progress: TrainingProgress, register: Register
     ) -> None:
         self._stream = stream
-        self._seed = seed
+        self.seed = seed
+        transforms = tuple(part.transform for part in stream.parts)
+        if any(transforms):
+            self.maker = partial(transform_row, transforms)
         self._progress = progress
         self._order = stream.order(seed, progress.global_batch)
         self.length = self._order.length
@@ -154,9 +172,9 @@ class StreamSource(SampleSource):
             block = int(places.blocks[wanted[0]])
             table = self.cache.get((source, block), check)
             rows = [int(places.rows[it]) for it in wanted]
-            read = self._make_samples(source, block, table, rows)
-            for it, sample in zip(wanted, read, strict=True):
-                samples[it] = sample
+            read = self._take_rows(source, block, table, rows)
+            for it, row in zip(wanted, read, strict=True):
+                samples[it] = row.values if self.maker is None else row
         return self._order.numbers(places).tolist(), samples
 
     def _enter_windows(self, turns: Mapping[int, int]) -> None:
@@ -172,34 +190,37 @@ class StreamSource(SampleSource):
         if plans:
             self.cache.plan(plans)
 
-    def _make_samples(
+    def _take_rows(
         self, source: int, block: int, table: pa.Table, rows: Sequence[int]
-    ) -> list[Any]:
-        part = self._stream.parts[source]
-        row = rows[0]
+    ) -> list[StreamRow]:
         try:
             taken = table.take(pa.array(rows, pa.int64()))
             columns = {name: column_values(taken[name]) for name in taken.column_names}
-            samples: list[Any] = []
-            for number, row in enumerate(rows):  # noqa: B007 -- named by an error
-                sample = {name: values[number] for name, values in columns.items()}
-                samples.append(part.transform(sample) if part.transform else sample)
         except Exception as error:
+            part = self._stream.parts[source]
             raise DataError(
-                f"row {row} of block {block} of {part.source.name!r} "
+                f"rows {list(rows)} of block {block} of {part.source.name!r} "
                 f"({part.source.describe(block)}) cannot be used: {type(error).__name__}: {error}",
-                fix="correct the data, or the transform of the stream",
+                fix="correct the data",
             ) from error
-        return samples
+        return [
+            StreamRow(source, block, row, {name: it[number] for name, it in columns.items()})
+            for number, row in enumerate(rows)
+        ]
+
+    def describe(self, raw: StreamRow) -> str:
+        part = self._stream.parts[raw.source]
+        place = part.source.describe(raw.block)
+        return f"row {raw.row} of block {raw.block} of {part.source.name!r} ({place})"
 
     def _get(self) -> dict[str, Any]:
-        return {"batch": self._order.group, **self._stream.identity(self._seed)}
+        return {"batch": self._order.group, **self._stream.identity(self.seed)}
 
     def _set(self, value: dict[str, Any]) -> None:
         saved, batch = {**value}, value["batch"]
         del saved["batch"]
-        check_identity(saved, self._stream.identity(self._seed))
-        self._order = self._stream.order(self._seed, batch)
+        check_identity(saved, self._stream.identity(self.seed))
+        self._order = self._stream.order(self.seed, batch)
         self._windows = {}
 
 

@@ -183,11 +183,10 @@ def test_errors_name_source_block_and_row_and_a_read_is_tried_again() -> None:
     memory, failures = MemorySource([50]), [OSError("storage is away")]
     memory.before_read = lambda block: (_ for _ in ()).throw(failures.pop()) if failures else None
     source = make_source(rayzero.data.stream(memory, transform=lambda it: 1 // it["row"]), 50)
-    part = assign_step(50, 1, 0, 50)[0]
     with pytest.raises(DataError, match=r"block 0\) could not be read: OSError: storage is away"):
-        source.read(0, part, is_last=True, check=no_check)
+        read_step(source, 0, 50, 50, 1)
     with pytest.raises(DataError, match=r"row 0 of block 0 of 'memory' \(memory block 0\)"):
-        source.read(0, part, is_last=True, check=no_check)
+        read_step(source, 0, 50, 50, 1)
 
 
 def test_a_block_with_other_rows_is_refused() -> None:
