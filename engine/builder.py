@@ -243,6 +243,7 @@ def make_loader(
         data = stream(data)
     if isinstance(data, BlockStream):
         data = StreamSource(data, seed, step.micro_batches.progress, step.state.register)
+        step.meter.step_work.take_stream_counts = data.take_counts
     if not isinstance(data, SampleSource):
         data = DatasetSource(data, seed)
     return StepLoader(
