@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import numpy as np
@@ -54,10 +53,6 @@ def inspect_command(
     columns: Annotated[
         str | None, typer.Option(metavar="A,B", help="Only these columns; default: all.")
     ] = None,
-    index_dir: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER", help="Where the index of the blocks is kept: see blocks."),
-    ] = None,
     step: Annotated[
         int | None,
         typer.Option(
@@ -71,14 +66,10 @@ def inspect_command(
         int | None,
         typer.Option(min=1, metavar="B", help="The train_batch_size with which the job began."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(metavar="S", help="The job's; default 0.")] = None,
+    seed: Annotated[int, typer.Option(metavar="S", help="The job's.")] = 0,
     window: Annotated[
         int, typer.Option(min=1, metavar="W", help="The stream's shuffle_window.")
     ] = 16,
-    job: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="A job file: its train_batch_size and seed."),
-    ] = None,
     as_json: JsonValueFlag = False,
 ) -> None:
     """Print files, blocks, rows, bytes and columns of data, and the samples of a step.
@@ -88,19 +79,17 @@ def inspect_command(
 
     Exit code 0: printed. 1: there are no files, or one cannot be read. 2: wrong arguments.
     """
-    batch, seed = _step_settings(step, batch, seed, job)
+    if step is not None and batch is None:
+        raise ConfigError("--step is given without a batch size", "--step N --batch B")
     from rayzero.engine.data.streams.sources.file_blocks import blocks
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    source = cast(
-        "FileBlocks | ImageFolder",
-        blocks(
+    with _log_on_stderr():
+        opened = blocks(
             paths if len(paths) > 1 else paths[0],
             columns.split(",") if columns is not None else None,
             cast("FormatName | None", kind),
-            index_dir=index_dir,
-        ),
-    )
+        )
+    source = cast("FileBlocks | ImageFolder", opened)
     value = _describe(source)
     if step is not None and batch is not None:
         value["step"] = {"step": step, "train_batch_size": batch, "seed": seed, "window": window}
@@ -112,23 +101,19 @@ def inspect_command(
         print(line)
 
 
-def _step_settings(
-    step: int | None, batch: int | None, seed: int | None, job: Path | None
-) -> tuple[int | None, int]:
-    """The batch size and the seed of the step."""
-    if job is not None:
-        from rayzero.orchestrator.job_file import load_job
-
-        spec = load_job(job)
-        of_job = spec.engine.get("train_batch_size") if isinstance(spec.engine, dict) else None
-        batch = of_job if batch is None and isinstance(of_job, int) else batch
-        seed = spec.seed if seed is None else seed
-    if step is not None and batch is None:
-        raise ConfigError(
-            "--step is given without a batch size",
-            "the samples of a step: --batch B, or --job FILE with a train_batch_size",
-        )
-    return batch, seed or 0
+@contextmanager
+def _log_on_stderr() -> Iterator[None]:
+    """Shows how far a long scan is."""
+    log = logging.getLogger("rayzero.engine.data")
+    handler = logging.StreamHandler()
+    level = log.level
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 def _describe(source: FileBlocks | ImageFolder) -> dict[str, Any]:

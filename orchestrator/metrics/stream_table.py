@@ -1,4 +1,4 @@
-"""What a job's ranks read of their streams, by source. No clock, no I/O."""
+"""The amounts that a job's ranks read of their streams, by source. No clock, no I/O."""
 
 from __future__ import annotations
 

@@ -108,8 +108,8 @@ class BlockCache:
             return self._tables[key]
 
     def take_counts(self) -> Counter[tuple[int, str]]:
-        """By (source, name), since the last call: `blocks` that were read, their `bytes` in
-        memory, and how often a batch took rows of a block that was there or not: `hits`,
+        """Returns, by (source, name), since the last call: the `blocks` that were read, their
+        `bytes` in memory, and how often a batch took rows of a block that was there or not: `hits`,
         `waits`."""
         with self._changed:
             taken, self.counters.untaken = self.counters.untaken, Counter()

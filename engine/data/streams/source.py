@@ -164,7 +164,7 @@ class StreamSource(SampleSource):
         return self._order.numbers(places).tolist(), samples
 
     def take_counts(self) -> dict[str, dict[str, int]]:
-        """Of the step that this rank has just finished, by source: its `samples`, and what
+        """Returns, by source, the `samples` of the step that this rank has just finished, and what
         `BlockCache.take_counts` has counted since the step before. For the training thread."""
         counts: defaultdict[str, dict[str, int]] = defaultdict(dict)
         names = [redact_url(part.name) for part in self._stream.parts]

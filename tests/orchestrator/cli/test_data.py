@@ -51,19 +51,17 @@ def test_counts_are_those_of_pyarrow(folder: Path) -> None:
     assert [line.split()[:2] for line in lines[3:]] == [["4", "100"]] * 3
 
 
-def test_samples_of_a_step_are_those_that_a_loader_reads(folder: Path, tmp_path: Path) -> None:
-    job = tmp_path / "job.yaml"
-    job.write_text("{name: a, entrypoint: 'm:f', seed: 7, engine: {train_batch_size: 8}}")
-    where = (f"{folder}/*.parquet", "--step", 5, "--window", 3)
-    value = json.loads(inspect(*where, "--job", job, "--json"))
-    stream = rayzero.data.stream(rayzero.data.blocks(f"{folder}/*.parquet"), shuffle_window=3)
+def test_samples_of_a_step_are_those_that_a_loader_reads(folder: Path) -> None:
+    where = (folder, "--step", 5, "--window", 3, "--batch", 8, "--seed", 7)
+    value = json.loads(inspect(*where, "--json"))
+    stream = rayzero.data.stream(rayzero.data.blocks(folder), shuffle_window=3)
     read = read_step(make_source(stream, 8, seed=7), 4 * 8, 8, 4, 2)
     assert [it["number"] for it in value["samples"]] == [it["n"] for it in read]
     for sample in value["samples"]:
         group = pq.ParquetFile(folder / f"{sample['block'] // 4}.parquet")
         rows = group.read_row_group(sample["block"] % 4).to_pylist()
         assert rows[sample["row"]]["n"] == sample["number"]
-    lines = inspect(*where, "--batch", 8, "--seed", 7).splitlines()
+    lines = inspect(*where).splitlines()
     assert [int(line.split()[0]) for line in lines[-8:]] == [it["n"] for it in read]
     assert lines[-1].endswith(value["samples"][-1]["where"])
 

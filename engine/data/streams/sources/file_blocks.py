@@ -94,7 +94,7 @@ class FileBlocks:
 
     @property
     def file_numbers(self) -> NDArray[np.int32]:
-        """Of each block, the number of its file. int32, shape (blocks,)."""
+        """The number of each block's file. int32, shape (blocks,)."""
         return self._index.table["file"].to_numpy()  # type: ignore[no-any-return]
 
     @property
