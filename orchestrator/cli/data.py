@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 
 import numpy as np
 import typer
@@ -28,20 +28,32 @@ commands = new_group(
 )
 
 
+DataPaths: TypeAlias = Annotated[
+    list[str],
+    typer.Argument(
+        help="Files, folders or patterns, as for rayzero.data.blocks: paths, or URLs with s3, gs "
+        "or hdfs.",
+        metavar="PATHS...",
+    ),
+]
+StepOption: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Print the samples of this step of a stream of these files, counted from 1 as in the "
+        "ledger.",
+    ),
+]
+
+
 @commands.command(
     "inspect",
     epilog="Example: rayzero data inspect 's3://bucket/web/*.parquet' --step 1000 --batch 64",
 )
 @local_command
 def inspect_command(
-    paths: Annotated[
-        list[str],
-        typer.Argument(
-            help="Files, folders or patterns, as for rayzero.data.blocks: paths, or URLs with s3, "
-            "gs or hdfs.",
-            metavar="PATHS...",
-        ),
-    ],
+    paths: DataPaths,
     kind: Annotated[
         str | None,
         typer.Option(
@@ -53,15 +65,7 @@ def inspect_command(
     columns: Annotated[
         str | None, typer.Option(metavar="A,B", help="Only these columns; default: all.")
     ] = None,
-    step: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Print the samples of this step of a stream of these files, counted from 1 as in "
-            "the ledger.",
-        ),
-    ] = None,
+    step: StepOption = None,
     batch: Annotated[
         int | None,
         typer.Option(min=1, metavar="B", help="The train_batch_size with which the job began."),
