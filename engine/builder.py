@@ -247,6 +247,7 @@ def make_loader(
         data = stream(data)
     if isinstance(data, BlockStream):
         data = StreamSource(data, seed, step.micro_batches.progress, step.state.register)
+        step.meter.step_work.take_stream_counts = data.take_counts
     if isinstance(data, IterableStream):
         register = partial(step.state.register, shared=True)
         data = IterableSource(data, step.micro_batches.progress, register)

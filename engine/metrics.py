@@ -228,6 +228,7 @@ class StepMeter:
         if self._session is not None:
             self._applied_steps += vote.finite
             metrics = self._collect(self._cached_bytes()).to_flat_dict()
+            metrics.update(_flatten("streams/", self.step_work.take_stream_counts()))
             if rank_loss is not None:
                 metrics["rank_loss"] = rank_loss
             self._session.on_step_end(metrics, vote.agreed)

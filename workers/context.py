@@ -146,8 +146,8 @@ class Context:
 
         Raises:
             EngineError: a value is not a number; a name is empty, longer than 128 characters, or
-                has a prefix of the engine's metrics (`phases/`, `bytes/`, `collectives/`); or
-                `step` did not increase.
+                has a prefix of the engine's metrics (`phases/`, `bytes/`, `collectives/`,
+                `streams/`); or `step` did not increase.
         """
         self._session.check()
         self._session.reporter.add_user_metrics(metrics)

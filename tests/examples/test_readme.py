@@ -4,6 +4,7 @@ need no cluster. `tests/house/test_blocks.py` says which test runs which block.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -12,7 +13,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -154,6 +158,26 @@ def test_config_block(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "zero_optimization.stage" in of_job
     schema = json.loads((folder / "engine.schema.json").read_text(encoding="utf-8"))
     assert "zero_optimization" in schema["properties"]
+
+
+def test_data_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mixture has the shares of the guide, and the command shows the samples of a step."""
+    texts = pa.table({"text": [f"row {row}" for row in range(300)], "other": [0] * 300})
+    for folder in ("web", "code"):
+        (tmp_path / folder).mkdir()
+    pq.write_table(texts, tmp_path / "web" / "0.parquet", row_group_size=50)
+    with gzip.open(tmp_path / "code" / "0.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in texts.to_pylist())
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(block("docs/data.md", "python", "rayzero.data.mix"), names)
+    order = names["data"].order(0, 10)
+    sources = [order.places(position, 10).sources.tolist() for position in range(0, 100, 10)]
+    assert [step.count(1) for step in sources] == [3] * 10
+    assert len(list((tmp_path / "indexes").iterdir())) == 2
+    counts, step = run_lines("docs/data.md", "rayzero data", tmp_path, monkeypatch)
+    assert "1 files, 6 blocks of 50 to 50 rows, 300 rows" in counts
+    assert step.splitlines()[-33].startswith("number")
 
 
 MODELS = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rayzero.engine.data.streams.block import BlockSource
@@ -42,7 +43,7 @@ def stream(
     Raises:
         ConfigError: a number is not positive.
     """
-    part = StreamPart(source, shuffle_window, transform)
+    part = StreamPart(source, shuffle_window, transform, source.name)
     return StreamDataset((part,), cache_bytes, threads, read_timeout_s)
 
 
@@ -86,7 +87,7 @@ def mix(
             raise ConfigError(
                 f"source {name!r} of a mixture is a mixture", "a source, or a stream of one"
             )
-        parts.append(given.parts[0])
+        parts.append(replace(given.parts[0], name=name))
     mixture = Mixture(
         {step: tuple(by_name.values()) for step, by_name in weights.items()},
         tuple((max_epochs or {}).get(name) for name in sources),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,7 @@ from rayzero.engine.data.streams.identity import check_identity
 from rayzero.engine.data.streams.mixture import MixSchedule
 from rayzero.engine.data.streams.order import BlockOrder, StreamOrder
 from rayzero.engine.errors import ConfigError, DataError
+from rayzero.engine.redact import redact_url
 
 STATE_NAME = "rayzero.stream"
 """The registered state with what the order of the samples depends on."""
@@ -30,11 +32,12 @@ Register = Callable[[str, Callable[[], Any], Callable[[Any], object]], None]
 
 @dataclass(frozen=True)
 class StreamPart:
-    """One source of a stream."""
+    """One source of a stream. `name`: in its mixture, for metrics."""
 
     source: BlockSource
     window: int
     transform: Transform | None
+    name: str
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,7 @@ class StreamSource(SampleSource):
         self._order = stream.order(seed, progress.global_batch)
         self.length = self._order.length
         self._share = (0.0, 1.0)  # of a step's samples, which are this rank's
+        self._split = StepSplit()  # of the steps that are read
         self._windows: dict[int, int] = {}  # the current one, by source
         self.cache = BlockCache(
             [part.source for part in stream.parts],
@@ -149,11 +153,12 @@ class StreamSource(SampleSource):
 
     def begin(self, cursor: int, split: StepSplit, check: Callable[[], None]) -> None:
         batch = self._progress.global_batch
-        own = [(part.start, part.start + part.count) for part in split if part.count]
+        self._split = split
+        first, last = _own_range(split)
         self._windows = {}
         self._share = (0.0, 1.0)
         if batch == self._order.group and cursor % batch == 0:
-            self._share = (own[0][0] / batch, own[-1][1] / batch) if own else (0.0, 0.0)
+            self._share = (first / batch, last / batch)
         places = self._order.places(cursor, batch)
         sources, firsts = np.unique(places.sources, return_index=True)
         turns = zip(sources.tolist(), places.turns[firsts].tolist(), strict=True)
@@ -176,6 +181,22 @@ class StreamSource(SampleSource):
             for it, row in zip(wanted, read, strict=True):
                 samples[it] = row.values if self.maker is None else row
         return self._order.numbers(places).tolist(), samples
+
+    def take_counts(self) -> dict[str, dict[str, int]]:
+        """Returns, by source, the `samples` of the step that this rank has just finished, and what
+        `BlockCache.take_counts` has counted since the step before. For the training thread."""
+        counts: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        names = [redact_url(part.name) for part in self._stream.parts]
+        for (source, kind), number in self.cache.take_counts().items():
+            counts[names[source]][kind] = number
+        step = self._progress.sample_cursor - self._progress.global_batch
+        first, last = _own_range(self._split)
+        if step >= 0 and first < last:
+            sources = self._order.places(step + first, last - first).sources
+            for source, number in enumerate(np.bincount(sources).tolist()):
+                if number:
+                    counts[names[source]]["samples"] = number
+        return dict(counts)
 
     def _enter_windows(self, turns: Mapping[int, int]) -> None:
         """The next rows of these sources are of blocks with these turns."""
@@ -222,6 +243,12 @@ class StreamSource(SampleSource):
         check_identity(saved, self._stream.identity(self.seed))
         self._order = self._stream.order(self.seed, batch)
         self._windows = {}
+
+
+def _own_range(split: StepSplit) -> tuple[int, int]:
+    """The samples of a step that are a rank's: the first, and the one after the last."""
+    own = [part for part in split if part.count]
+    return (own[0].start, own[-1].start + own[-1].count) if own else (0, 0)
 
 
 def column_values(column: pa.ChunkedArray) -> list[Any]:
