@@ -16,7 +16,7 @@ from rayzero.engine.data.streams.block import BlockSource
 from rayzero.engine.data.streams.cache import BlockCache
 from rayzero.engine.data.streams.mixture import MixSchedule
 from rayzero.engine.data.streams.order import BlockOrder, StreamOrder
-from rayzero.engine.errors import ConfigError, DataError, EngineError
+from rayzero.engine.errors import ConfigError, DataError
 
 STATE_NAME = "rayzero.stream"
 """The registered state with what the order of the samples depends on."""
@@ -200,7 +200,7 @@ class StreamSource(SampleSource):
         now = self._stream.identity(self._seed)
         for name in [*saved, *now]:
             if saved.get(name) != now.get(name):
-                raise EngineError(
+                raise DataError(
                     f"the training state was trained on a stream with {name}: "
                     f"{saved.get(name, 'none')}; now: {now.get(name, 'none')}",
                     allowed="the same data, seed, windows and weights, in the same order",
