@@ -147,9 +147,10 @@ def test_long_call_is_waited_for_and_its_function_called_in_a_new_process(
 def test_replaced_file_of_a_stream_is_named(event_log: EventLog, tmp_path: Path):
     """While the job trains, and when it is resumed: one line, after one repair at most."""
     streamed.write(tmp_path / "a.parquet", 0)
-    job = make_job(
+    job = Job(
+        "job",
         "tests.integration.jobs.streamed:train",
-        tmp_path / "job",
+        workers=Workers(min=2),
         args={"file": str(tmp_path / "a.parquet")},
         engine={"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
         checkpoint={"path": str(tmp_path / "job"), "every_steps": 1},
