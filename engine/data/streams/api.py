@@ -34,7 +34,9 @@ def stream(
     Args:
         shuffle_window: number of blocks whose rows are mixed. A worker holds its part of two
             windows.
-        cache_bytes: of the blocks in a worker's memory, at most.
+        cache_bytes: of the blocks in a worker's memory, at most, and of what reading one takes:
+            four times its size. Arrow allocates by jemalloc from then on, which returns freed
+            memory, unless ARROW_DEFAULT_MEMORY_POOL chooses another pool.
         transform: makes a sample of the dict of a row, in the thread that reads ahead, or in
             `rayzero.loader.num_workers` processes.
         threads: the most that read blocks, in each worker.

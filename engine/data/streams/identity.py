@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rayzero.engine.errors import EngineError
+from rayzero.engine.errors import DataError
 
 
 def check_identity(saved: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raises EngineError if the training state was trained on a stream of another order. Both by
+    """Raises DataError if the training state was trained on a stream of another order. Both by
     the words of an error."""
     for name in [*saved, *now]:
         if saved.get(name) != now.get(name):
-            raise EngineError(
+            raise DataError(
                 f"the training state was trained on a stream with {name}: "
                 f"{saved.get(name, 'none')}; now: {now.get(name, 'none')}",
                 allowed="the same data, seed, windows and weights, in the same order",
