@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rayzero.data.ray_blocks import from_ray
     from rayzero.engine.data.streams.api import mix, stream
     from rayzero.engine.data.streams.block import BlockSource
+    from rayzero.engine.data.streams.mapping import map_blocks
     from rayzero.engine.data.streams.packing import PackedBlocks, cu_seqlens
     from rayzero.engine.data.streams.source import BlockStream
     from rayzero.engine.data.streams.sources.file_blocks import blocks
@@ -26,6 +27,7 @@ _HOMES = {
     "cu_seqlens": "rayzero.engine.data.streams.packing",
     "from_hf": "rayzero.data.hugging_face",
     "from_ray": "rayzero.data.ray_blocks",
+    "map_blocks": "rayzero.engine.data.streams.mapping",
     "mix": "rayzero.engine.data.streams.api",
     "stream": "rayzero.engine.data.streams.api",
 }
@@ -38,6 +40,7 @@ __all__ = [
     "cu_seqlens",
     "from_hf",
     "from_ray",
+    "map_blocks",
     "mix",
     "stream",
 ]

@@ -101,23 +101,35 @@ def count_rows(index: FileIndex) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return index.table["rows"].to_numpy()  # type: ignore[no-any-return]
 
 
-def _encode(index: FileIndex) -> bytes:
+def encode_table(table: pa.Table) -> bytes:
+    """A table as bytes that begin with their checksum."""
     sink = pa.BufferOutputStream()
-    table = index.table.replace_schema_metadata({"columns": index.schema.serialize().to_pybytes()})
     with pa.ipc.new_stream(
         sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")
     ) as writer:
         writer.write_table(table)
-    content = sink.getvalue().to_pybytes()
-    return bytes(xxhash.xxh3_128_digest(content) + content)
+    content = sink.getvalue()
+    return b"".join([xxhash.xxh3_128_digest(content), content])
+
+
+def decode_table(raw: bytes) -> pa.Table | None:
+    """None if it is damaged."""
+    content = memoryview(raw)[16:]
+    if xxhash.xxh3_128_digest(content) != raw[:16]:
+        return None
+    with pa.ipc.open_stream(pa.py_buffer(content)) as reader:
+        return reader.read_all()
+
+
+def _encode(index: FileIndex) -> bytes:
+    columns = {"columns": index.schema.serialize().to_pybytes()}
+    return encode_table(index.table.replace_schema_metadata(columns))
 
 
 def _decode(raw: bytes) -> FileIndex | None:
     """None if it is damaged."""
-    content = raw[16:]
-    if xxhash.xxh3_128_digest(content) != raw[:16]:
+    table = decode_table(raw)
+    if table is None:
         return None
-    with pa.ipc.open_stream(content) as reader:
-        table = reader.read_all()
     schema = pa.ipc.read_schema(pa.py_buffer(table.schema.metadata[b"columns"]))
     return FileIndex(table.replace_schema_metadata(), schema)
