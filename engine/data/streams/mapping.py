@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 
 import pyarrow as pa
 import xxhash
 
-from rayzero.engine.checkpoint.errors import StoreError
-from rayzero.engine.checkpoint.store import open_store
 from rayzero.engine.data.streams.block import BlockSource
-from rayzero.engine.data.streams.sources.index import decode_table, encode_table
+from rayzero.engine.data.streams.kept_tables import KeptTables
 from rayzero.engine.errors import ConfigError, DataError
 
-log = logging.getLogger("rayzero.engine")
-
 TableFunction = Callable[[pa.Table], pa.Table]
-
-_MAX_BYTES = 1 << 31  # of a block in the cache
-_SETTING = "cache of map_blocks()"
 
 
 def map_blocks(
@@ -52,14 +44,18 @@ def map_blocks(
             "a name of what the function does, such as 'llama-3 tokens, 2048'",
             "set version; change it with the function, or blocks of the former one are read",
         )
-    return MappedBlocks(source, function, None if cache is None else os.fspath(cache), version)
+    return MappedBlocks(source, function, cache, version)
 
 
 class MappedBlocks:
     """What `map_blocks` returns."""
 
     def __init__(
-        self, source: BlockSource, function: TableFunction, cache: str | None, version: str | None
+        self,
+        source: BlockSource,
+        function: TableFunction,
+        cache: str | os.PathLike[str] | None,
+        version: str | None,
     ) -> None:
         self.name = source.name
         self.counts = source.counts
@@ -67,7 +63,7 @@ class MappedBlocks:
         self._function = function
         own_name = getattr(function, "__qualname__", type(function).__qualname__)
         self._version = version or own_name
-        self._store = None if cache is None else open_store(cache, _SETTING)
+        self._kept = None if cache is None else KeptTables(cache, "cache of map_blocks()")
         self._folder = xxhash.xxh3_128_hexdigest(self.fingerprint.encode())
 
     @property
@@ -80,22 +76,13 @@ class MappedBlocks:
     def read(self, block: int) -> pa.Table:
         """All rows of a block. Thread-safe. Raises DataError, which names the block, if the source
         or the function fails, or the cache cannot be used."""
-        if self._store is None:
+        if self._kept is None:
             return self._make(block)
         name = f"{self._folder}/{block}.arrow"
-        try:
-            if self._store.find(name) is not None:
-                table = decode_table(self._store.read(name, _MAX_BYTES))
-                if table is not None and len(table) == self.counts[block]:
-                    return table
-                log.warning("%s/%s is damaged: it is made again", self._store.url, name)
+        table = self._kept.load(name)
+        if table is None or len(table) != self.counts[block]:
             table = self._make(block)
-            self._store.replace(name, encode_table(table))
-        except StoreError as error:
-            raise DataError(
-                f"what was made of {self.describe(block)} cannot be kept: {error.seen}",
-                fix=_SETTING,
-            ) from error
+            self._kept.keep(name, table)
         return table
 
     def _make(self, block: int) -> pa.Table:
