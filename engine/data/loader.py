@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from queue import Empty
 from typing import Any, Protocol
 
@@ -54,8 +54,9 @@ class SampleSource(ABC):
     @abstractmethod
     def read(
         self, step: int, part: MicroBatch, *, is_last: bool, check: Callable[[], None]
-    ) -> tuple[list[int], list[Any]]:
-        """The numbers of the samples of a micro-batch, and the samples.
+    ) -> tuple[list[int], Sequence[Any]]:
+        """The numbers of the samples of a micro-batch, and the samples. They may have a method
+        `collate()`, that makes what `default_collate` would make of them.
 
         Args:
             step: the cursor at which its step begins.
@@ -305,9 +306,11 @@ class StepLoader:
                 )
                 yield yielded, batch
 
-    def _collate_samples(self, indices: list[int], samples: list[Any]) -> Any:
+    def _collate_samples(self, indices: list[int], samples: Sequence[Any]) -> Any:
         try:
-            return self._collate(samples)
+            if self._collate is default_collate and hasattr(samples, "collate"):
+                return samples.collate()
+            return self._collate(list(samples))
         except Exception as error:
             raise DataError(
                 f"samples {indices} cannot be collated: {type(error).__name__}: {error}",

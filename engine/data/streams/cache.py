@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 from time import monotonic
 
-import pyarrow as pa
-
 from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.data.streams.rows import Block
 from rayzero.engine.errors import DataError, RayzeroError
 
 log = logging.getLogger("rayzero.engine")
@@ -55,7 +54,7 @@ class BlockCache:
         self._timeout_s = timeout_s
         # The lock of all below.
         self._changed = threading.Condition()
-        self._tables: OrderedDict[Key, pa.Table] = OrderedDict()  # the longest unused first
+        self._blocks: OrderedDict[Key, Block] = OrderedDict()  # the longest unused first
         self._held_bytes = 0
         self._errors: dict[Key, Exception] = {}
         self._reading: dict[Key, int] = {}  # with the estimated bytes
@@ -76,7 +75,7 @@ class BlockCache:
                     del self._errors[key]
             self._start_readers()
 
-    def get(self, key: Key, check: Callable[[], None]) -> pa.Table:
+    def get(self, key: Key, check: Callable[[], None]) -> Block:
         """Returns a block, which is in use from now on.
 
         Args:
@@ -89,8 +88,8 @@ class BlockCache:
         since_s = monotonic()
         with self._changed:
             self._plans.setdefault(key[0], {}).setdefault(key, 0)
-            self.counters.hits += key in self._tables
-            while key not in self._tables:
+            self.counters.hits += key in self._blocks
+            while key not in self._blocks:
                 if error := self._errors.pop(key, None):
                     raise error
                 if key not in self._reading and key not in self._wanted:
@@ -98,14 +97,14 @@ class BlockCache:
                     self._start_readers()
                 self._changed.wait(CHECK_INTERVAL_S)
                 self._check(key, since_s, check)
-            self._tables.move_to_end(key)
-            return self._tables[key]
+            self._blocks.move_to_end(key)
+            return self._blocks[key]
 
     def close(self) -> None:
         """Drops the blocks; what is being read is read to its end, and dropped."""
         with self._changed:
             self._plans, self._wanted = {}, []
-            self._tables.clear()
+            self._blocks.clear()
             self._held_bytes = 0
 
     def _check(self, key: Key, since_s: float, check: Callable[[], None]) -> None:
@@ -139,7 +138,7 @@ class BlockCache:
             return key
         # The sources in turn: each needs its current window before another one its next.
         for key in chain.from_iterable(zip_longest(*self._plans.values())):
-            is_done = key in self._tables or key in self._reading or key in self._errors
+            is_done = key in self._blocks or key in self._reading or key in self._errors
             if key is None or is_done:
                 continue
             # The first block of a source tells how large its others are.
@@ -152,12 +151,12 @@ class BlockCache:
     def _make_room(self, nbytes: int, *, in_use_too: bool) -> bool:
         """Drops blocks until there is room, and returns whether there is. Needs the lock."""
         room = self._limit_bytes - sum(self._reading.values()) - nbytes
-        used = [key for key in self._tables if key in self._plans.get(key[0], {})]
-        unused = [key for key in self._tables if key not in used]
+        used = [key for key in self._blocks if key in self._plans.get(key[0], {})]
+        unused = [key for key in self._blocks if key not in used]
         for key in unused + used if in_use_too else unused:
             if self._held_bytes <= room:
                 break
-            self._held_bytes -= _nbytes(self._tables.pop(key))
+            self._held_bytes -= self._blocks.pop(key).nbytes
         return self._held_bytes <= room
 
     def _estimate(self, key: Key) -> int:
@@ -178,9 +177,9 @@ class BlockCache:
                 self._errors[key] = error
             if table is not None and is_used:
                 self._count_read(key)
-                self._make_room(_nbytes(table), in_use_too=False)
-                self._tables[key] = table
-                self._held_bytes += _nbytes(table)
+                self._make_room(table.nbytes, in_use_too=False)
+                self._blocks[key] = table
+                self._held_bytes += table.nbytes
                 self.counters.peak_bytes = max(self.counters.peak_bytes, self._held_bytes)
             self._start_readers()
             self._changed.notify_all()
@@ -197,7 +196,7 @@ class BlockCache:
                 self._limit_bytes / 2**20,
             )
 
-    def _read_checked(self, key: Key) -> pa.Table:
+    def _read_checked(self, key: Key) -> Block:
         source, block = key
         try:
             table = self._sources[source].read(block)
@@ -215,9 +214,8 @@ class BlockCache:
                 "was made",
                 fix="keep the files of a stream as they are, and make it anew where they changed",
             )
-        if any(column.num_chunks > 1 for column in table.columns):
-            table = table.combine_chunks()  # `take` would do it for every batch
-        nbytes = _nbytes(table)
+        read = Block(table)
+        nbytes = read.nbytes
         if nbytes > self._limit_bytes:
             raise DataError(
                 f"{self._describe(key)} takes {nbytes / 2**20:.0f} MiB of memory",
@@ -227,14 +225,9 @@ class BlockCache:
         with self._changed:
             self.counters.reads += 1
             self._row_bytes[source] = max(self._row_bytes.get(source, 0), nbytes / rows)
-        return table
+        return read
 
     def _describe(self, key: Key) -> str:
         source, block = key
         own = self._sources[source]
         return f"block {block} of {own.name!r} ({own.describe(block)})"
-
-
-def _nbytes(table: pa.Table) -> int:
-    """The memory behind a table, of which it may use a part."""
-    return int(table.get_total_buffer_size())

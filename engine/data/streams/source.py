@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from rayzero.engine.data.loader import SampleSource
 from rayzero.engine.data.sampling import MicroBatch, StepSplit, TrainingProgress
 from rayzero.engine.data.streams.block import BlockSource
 from rayzero.engine.data.streams.cache import BlockCache
 from rayzero.engine.data.streams.mixture import MixSchedule
-from rayzero.engine.data.streams.order import BlockOrder, StreamOrder
+from rayzero.engine.data.streams.order import BlockOrder, Places, StreamOrder
+from rayzero.engine.data.streams.rows import BlockRows, Integers, RowBatch
 from rayzero.engine.errors import ConfigError, DataError, EngineError
 
 STATE_NAME = "rayzero.stream"
@@ -42,6 +42,15 @@ class Mixture:
     weights: Mapping[int, tuple[float, ...]]  # by the step from which on they hold
     max_epochs: tuple[float | None, ...]
 
+    def schedule(self, lengths: Sequence[int], batch: int) -> MixSchedule:
+        """The schedule of sources with that many rows, in steps of that many samples."""
+        limits = [
+            None if epochs is None else max(1, int(epochs * length))
+            for epochs, length in zip(self.max_epochs, lengths, strict=True)
+        ]
+        weights = {step * batch: weights for step, weights in self.weights.items()}
+        return MixSchedule(lengths, weights, limits)
+
 
 @dataclass(frozen=True)
 class BlockStream:
@@ -65,19 +74,17 @@ class BlockStream:
     def order(self, seed: int, batch: int) -> StreamOrder:
         """The order of the samples in a job of this seed that began with this `train_batch_size`;
         for `check_ledger`, too. Raises DataError if a source has no rows."""
+        counts = [part.source.counts for part in self.parts]
+        lengths = [int(it.sum()) for it in counts]
+        schedule = None if self.mixture is None else self.mixture.schedule(lengths, batch)
+        strata = np.array([batch])  # the rows of a step, by source
+        if schedule is not None:
+            strata = np.bincount(schedule.split(0, batch)[0], minlength=len(lengths)).clip(1)
         orders = [
-            BlockOrder(part.source.counts, seed + number, part.window)
+            BlockOrder(counts[number], seed + number, part.window, int(strata[number]))
             for number, part in enumerate(self.parts)
         ]
-        if self.mixture is None:
-            return StreamOrder(orders, None, batch)
-        lengths = [order.length for order in orders]
-        limits = [
-            None if epochs is None else max(1, int(epochs * length))
-            for epochs, length in zip(self.mixture.max_epochs, lengths, strict=True)
-        ]
-        weights = {step * batch: weights for step, weights in self.mixture.weights.items()}
-        return StreamOrder(orders, MixSchedule(lengths, weights, limits), batch)
+        return StreamOrder(orders, schedule, batch)
 
     def identity(self, seed: int) -> dict[str, Any]:
         """Returns what the order depends on, by the words of an error."""
@@ -113,12 +120,13 @@ class StreamSource(SampleSource):
         self, stream: BlockStream, seed: int, progress: TrainingProgress, register: Register
     ) -> None:
         self._stream = stream
+        self._has_transform = any(part.transform for part in stream.parts)
         self._seed = seed
         self._progress = progress
         self._order = stream.order(seed, progress.global_batch)
         self.length = self._order.length
         self._share = (0.0, 1.0)  # of a step's samples, which are this rank's
-        self._windows: dict[int, int] = {}  # the current one, by source
+        self._windows: dict[int, tuple[int, int]] = {}  # first and last current one, by source
         self.cache = BlockCache(
             [part.source for part in stream.parts],
             stream.cache_bytes,
@@ -135,53 +143,58 @@ class StreamSource(SampleSource):
         self._share = (0.0, 1.0)
         if batch == self._order.group and cursor % batch == 0:
             self._share = (own[0][0] / batch, own[-1][1] / batch) if own else (0.0, 0.0)
-        places = self._order.places(cursor, batch)
-        sources, firsts = np.unique(places.sources, return_index=True)
-        turns = zip(sources.tolist(), places.turns[firsts].tolist(), strict=True)
-        self._enter_windows(dict(turns))  # together: none takes the memory of another one's
+        self._enter_windows(_split_by_block(self._order.places(cursor, batch)))
 
     def read(
         self, step: int, part: MicroBatch, *, is_last: bool, check: Callable[[], None]
-    ) -> tuple[list[int], list[Any]]:
+    ) -> tuple[list[int], Sequence[Any]]:
         places = self._order.places(step + part.start, part.read_count)
+        by_block = _split_by_block(places)
+        self._enter_windows(by_block)
+        parts: list[BlockRows] = []
         samples: list[Any] = [None] * part.read_count
-        keys = list(zip(places.sources.tolist(), places.turns.tolist(), strict=True))
-        for key in sorted(set(keys)):
-            source, turn = key
-            self._enter_windows({source: turn})
-            wanted = [it for it, other in enumerate(keys) if other == key]
-            block = int(places.blocks[wanted[0]])
-            table = self.cache.get((source, block), check)
-            rows = [int(places.rows[it]) for it in wanted]
-            read = self._make_samples(source, block, table, rows)
-            for it, sample in zip(wanted, read, strict=True):
-                samples[it] = sample
-        return self._order.numbers(places).tolist(), samples
+        for (source, _), own in by_block.items():
+            block = int(places.blocks[own[0]])
+            in_memory = self.cache.get((source, block), check)
+            parts.append(BlockRows(in_memory, places.rows[own], own))
+            if self._has_transform:
+                made = self._make_samples(source, block, parts[-1])
+                for it, sample in zip(own.tolist(), made, strict=True):
+                    samples[it] = sample
+        numbers = self._order.numbers(places).tolist()
+        return numbers, samples if self._has_transform else RowBatch(parts)
 
-    def _enter_windows(self, turns: Mapping[int, int]) -> None:
-        """The next rows of these sources are of blocks with these turns."""
+    def _enter_windows(self, by_block: Iterable[tuple[int, int]]) -> None:
+        """These (source, turn) are next, ascending: plans their windows, and one more of each
+        source.
+
+        A step may have rows of the end of a window and of the next one: so the former one is left
+        only when none are of it. All sources are planned together: none takes another one's memory.
+        """
+        turns: dict[int, list[int]] = {}
+        for source, turn in by_block:
+            turns.setdefault(source, []).append(turn)
         plans: dict[int, list[int]] = {}
-        for source, turn in turns.items():
+        for source, own in turns.items():
             order = self._order.orders[source]
-            window = order.window_of(turn)
-            if self._windows.get(source) != window:
-                self._windows[source] = window
-                blocks = [order.blocks_of_window(it, *self._share) for it in (window, window + 1)]
-                plans[source] = [*blocks[0], *blocks[1]]
+            current = (order.window_of(own[0]), order.window_of(own[-1]))
+            if self._windows.get(source, (-1, -1)) < current:
+                self._windows[source] = current
+                plans[source] = [
+                    block
+                    for window in range(current[0], current[1] + 2)
+                    for block in order.blocks_of_window(window, *self._share)
+                ]
         if plans:
             self.cache.plan(plans)
 
-    def _make_samples(
-        self, source: int, block: int, table: pa.Table, rows: Sequence[int]
-    ) -> list[Any]:
+    def _make_samples(self, source: int, block: int, of_block: BlockRows) -> list[Any]:
         part = self._stream.parts[source]
-        row = rows[0]
+        row = int(of_block.rows[0])
         try:
-            taken = table.take(pa.array(rows, pa.int64()))
-            columns = {name: column_values(taken[name]) for name in taken.column_names}
             samples: list[Any] = []
-            for number, row in enumerate(rows):  # noqa: B007 -- named by an error
-                sample = {name: values[number] for name, values in columns.items()}
+            taken = of_block.samples()
+            for row, sample in zip(of_block.rows.tolist(), taken, strict=True):  # noqa: B007
                 samples.append(part.transform(sample) if part.transform else sample)
         except Exception as error:
             raise DataError(
@@ -211,21 +224,13 @@ class StreamSource(SampleSource):
         self._windows = {}
 
 
-def column_values(column: pa.ChunkedArray) -> list[Any]:
-    """Python values of a column; numpy arrays of lists of numbers, and of tensors."""
-    kind = column.type
-    if isinstance(kind, pa.FixedShapeTensorType):
-        return list(np.array(column.combine_chunks().to_numpy_ndarray()))
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    if is_list or pa.types.is_fixed_size_list(kind):
-        item = kind.value_type
-        if pa.types.is_integer(item) or pa.types.is_floating(item):
-            return [_number_list(scalar) for scalar in column]
-    return column.to_pylist()  # type: ignore[no-any-return]
-
-
-def _number_list(scalar: Any) -> Any:
-    values = scalar.values
-    if values is None or values.null_count:
-        return scalar.as_py()
-    return np.array(values.to_numpy(zero_copy_only=False))
+def _split_by_block(places: Places) -> dict[tuple[int, int], Integers]:
+    """The indices of the rows of each (source, turn), ascending: they are read ahead like that."""
+    by_turn = np.lexsort((places.turns, places.sources))
+    sources = places.sources[by_turn]
+    turns = places.turns[by_turn]
+    is_end = (sources[1:] != sources[:-1]) | (turns[1:] != turns[:-1])
+    ends = np.flatnonzero(is_end) + 1
+    begins = np.append(0, ends)
+    keys = zip(sources[begins].tolist(), turns[begins].tolist(), strict=True)
+    return dict(zip(keys, np.split(by_turn, ends), strict=True))
