@@ -56,7 +56,7 @@ class Lifecycle:
         self.results: dict[str, Any] = {}
         self._interval = interval
         self._data = folder / "data"
-        self._head = TokenHead(folder, cpus=3)
+        self._head = TokenHead(folder, cpus=3, forks=False)
         self._job = MonitoredJob(self._head, "end-to-end", self._data, pause_s)
 
     def run(self) -> None:
@@ -83,7 +83,7 @@ class Lifecycle:
             self._compare_losses()
             self.results["cluster leaks"] = find_cluster_leaks(self._head)
         finally:
-            self._head.kill()
+            self._head.close()
         leaks = {*list_shared_memory() - before, *find_temporary_files(self._head.temporary)}
         self.results["machine leaks"] = sorted(leaks)
 

@@ -27,8 +27,6 @@ from rayzero.engine.data.sample_ledger import check_ledger
 from rayzero.engine.data.sampling import SampleOrder
 
 RTOL, ATOL = 1e-9, 1e-12
-MOST_REDONE = 1
-"""Of a job with rollouts, by one fault: the copy of the last step may not be complete yet."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +78,10 @@ def run(episode: Plan, folder: Path, nodes: int, replace_lost_nodes: Callable[[]
     lost += runner.problems
     if episode.rollouts:
         lost += [
-            f"{it.steps_redone} finished steps were done again after {it.kind}"
+            f"{it.copied_redone} finished steps that all ranks had copied were done again after "
+            f"{it.kind}"
             for it in log.recoveries
-            if it.steps_redone > MOST_REDONE and it.kind != "kill_controller"
+            if it.copied_redone
         ]
     unfired = soak_job.unfired_faults(list(episode.faults), str(output_dir))
     lost += [f"{fault} did not fire" for fault in unfired]

@@ -23,6 +23,7 @@ from rayzero.orchestrator.job.api import Job
 from rayzero.orchestrator.job.handle import JobHandle
 from rayzero.orchestrator.job_events import (
     JobEvent,
+    JobWarning,
     Repaired,
     Resized,
     RoleFault,
@@ -53,11 +54,17 @@ _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 @dataclass(frozen=True)
 class Recovery:
-    """A repair, or the refill of a vault: its cause and cost."""
+    """A repair, or the refill of a vault: its cause and cost.
+
+    Args:
+        steps_redone: finished steps that were done again; `copied_redone`: those of them that all
+            ranks had copied, and whose copies were not lost with a vault and one of the ranks.
+    """
 
     kind: str
     seconds: float
     steps_redone: int
+    copied_redone: int = 0
 
 
 def make_job(episode: Plan, folder: Path) -> Job:
@@ -135,6 +142,10 @@ class EventLogger:
         self._attributed: list[FaultFired] = []
         self._start_s = time.monotonic()
         self._steps = 0
+        self._copied_step = 0  # the newest that all ranks have mirrored
+        self._copied_before = 0  # in earlier generations
+        self._generation = 0
+        self._lost_vault = False  # since the last repair
         self._adopted: tuple[RunAdopted, float] | None = None
         self._role_faults: dict[tuple[str, int], tuple[str, float]] = {}
 
@@ -147,9 +158,10 @@ class EventLogger:
             elapsed_s = time.monotonic() - self._start_s
             file.write(f"{elapsed_s:7.2f} s, {self._steps:3} steps: {event}\n")
         now_s = time.monotonic()
-        if isinstance(event, Repaired):
-            kind = "kill_vault" if event.cause == "rollouts" else self._cause(event.cause)
-            self.recoveries.append(Recovery(kind, _seconds(event), event.steps_redone))
+        if isinstance(event, JobWarning):
+            self._lost_vault |= event.text.startswith("the vault on node")
+        elif isinstance(event, Repaired):
+            self._on_repaired(event)
         elif isinstance(event, Resized) and "vault" in event.reason:
             self.recoveries.append(Recovery("kill_vault", _seconds(event), 0))
         elif isinstance(event, RunAdopted):
@@ -161,8 +173,19 @@ class EventLogger:
             if cause:
                 self.recoveries.append(Recovery(f"({event.role} {cause})", now_s - lost_s, 0))
 
+    def _on_repaired(self, event: Repaired) -> None:
+        kind = "kill_vault" if event.cause == "rollouts" else self._cause(event.cause)
+        has_copies = not (self._lost_vault and event.lost)
+        redone = max(0, self._copied_before - event.step) if has_copies else 0
+        self.recoveries.append(Recovery(kind, _seconds(event), event.steps_redone, redone))
+        self._lost_vault = False
+
     def _on_step(self, record: StepRecord) -> None:
         self._steps = record.step
+        if record.generation != self._generation:
+            self._generation = record.generation
+            self._copied_before = self._copied_step
+        self._copied_step = record.mirrored_step or self._copied_step
         if self._adopted is not None:
             (adopted, at_s), self._adopted = self._adopted, None
             seconds = adopted.offline_s + time.monotonic() - at_s

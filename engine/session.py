@@ -137,7 +137,8 @@ class HostSession:
         """The engine cannot be used any more."""
 
     def on_phase(self, name: str) -> None:
-        """The training thread entered a phase: data, forward, backward, reduce, update, gather."""
+        """The training thread entered a phase: data, forward, backward, reduce, update, gather;
+        again and again `SAMPLES_PHASE` while it waits for samples that others make."""
 
     def on_collective_wait(self, collective: int, entered: bool) -> None:
         """The training thread starts, or has ended, waiting for other ranks in a collective."""

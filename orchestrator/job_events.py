@@ -243,7 +243,7 @@ class RoleWorkerEnded:
 class RoleFault:
     """A role lost a worker, or its function failed. It is started again, unless the fault is fatal:
     then the job fails. `text` is the full description. The role has `workers` that
-    run now: one that had not begun was none of them."""
+    run now: one that had not begun was none of them. Its budget counts the faults of `window_s`."""
 
     role: str
     number: int
@@ -252,6 +252,7 @@ class RoleFault:
     text: str
     workers: int
     is_fatal: bool = False
+    window_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,8 @@ class RoleFacts:
         workers: whose function runs now; `finished`: whose function has returned.
         faults: their number by cause.
         scaled: the least and the most workers, if they were changed while the job ran.
-        sizes, seen_faults: the newest `MAX_ROLE_ENTRIES` of each, oldest first.
+        sizes, seen_faults: the newest `MAX_ROLE_ENTRIES` of each, oldest first; of the faults also
+            all those within the budget's window.
     """
 
     workers: Count = 0
@@ -68,6 +69,14 @@ class RoleFacts:
             for fault in self.seen_faults
             if fault.cause in set(FaultCause)
         ]
+
+    def with_fault(self, fault: RoleFaultEntry, window_s: float) -> RoleFacts:
+        """The facts after one more fault."""
+        counts = Counter(self.faults) + Counter([fault.cause])
+        seen = (*self.seen_faults, fault)
+        older, kept = seen[:-MAX_ROLE_ENTRIES], seen[-MAX_ROLE_ENTRIES:]
+        in_window = tuple(it for it in older if it.at_s > fault.at_s - window_s)
+        return replace(self, faults=dict(counts), seen_faults=(*in_window, *kept))
 
     def with_workers(self, workers: int, at_s: float) -> RoleFacts:
         """The facts from then on, with so many workers."""
@@ -98,12 +107,8 @@ def fold_role_event(
             facts = replace(facts, finished=facts.finished + event.has_returned)
         case job_events.RoleFault(cause=cause):
             text = redact_url(event.text.partition("\n")[0])
-            seen = RoleFaultEntry(at_s, str(cause), event.number, text)
-            facts = replace(
-                facts.with_workers(event.workers, at_s),
-                faults=dict(Counter(facts.faults) + Counter([str(cause)])),
-                seen_faults=(*facts.seen_faults, seen)[-MAX_ROLE_ENTRIES:],
-            )
+            fault = RoleFaultEntry(at_s, str(cause), event.number, text)
+            facts = facts.with_workers(event.workers, at_s).with_fault(fault, event.window_s)
         case job_events.RoleLimitsChanged():
             facts = replace(facts, scaled=(event.min_workers, event.max_workers))
     return {**roles, event.role: facts}

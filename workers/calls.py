@@ -46,11 +46,12 @@ class WorkerCalls(Protocol):
     def inject(self, faults: Sequence[FaultSpec]) -> None:
         """Replaces the list of all faults injected since the job started."""
 
-    def salvage(self, vault: str) -> SlotInfo:
-        """Copies the state in memory, of a worker that has left its generation, into that vault.
+    def salvage(self, vault: str, step: int) -> SlotInfo:
+        """Copies the state of a step in memory, of a worker that has left its generation, into that
+        vault.
 
         Raises:
-            EngineError: the training function is still running, or there is no state.
+            EngineError: the training function is still running, or there is no such state.
             VaultGoneError: the vault does not answer.
         """
 

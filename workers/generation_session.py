@@ -80,6 +80,7 @@ class GenerationSession(HostSession):
             channel.post,
             channel.interrupt,
         )
+        self._retained.copies = self._mirror.copies
         self._ledger: LedgerWriter | None = None
         if spec.ledger and not self.assignment.is_ahead:
             self._ledger = LedgerWriter(spec, self.assignment, channel.interrupt)

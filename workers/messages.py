@@ -302,11 +302,23 @@ class Finished(RankMessage):
 
 @dataclass(frozen=True)
 class InProcessStateInfo:
-    """The state of `step` finished steps that a training function left in a worker's memory: the
-    `whole` state, or its rank's shard."""
+    """What a training function left in a worker's memory.
 
-    step: int
+    Args:
+        step: finished steps of the state in its engines; None: that is of no step.
+        whole: that is the whole state, not only its rank's shard.
+        copies: the steps of which its mirror has complete copies of the shard: in memory that
+            outlives the vault it was reserved in.
+    """
+
+    step: int | None
     whole: bool
+    copies: tuple[int, ...] = ()
+
+    @property
+    def steps(self) -> set[int]:
+        """Those whose shard can be copied from here."""
+        return {*self.copies} if self.step is None else {self.step, *self.copies}
 
 
 @dataclass(frozen=True)

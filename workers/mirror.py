@@ -91,7 +91,14 @@ class Mirror:
         """The newest step in the vault, and the bytes there of this rank and generation; empty
         without a vault."""
         held = float(sum(len(buffer.data) for buffer in self._buffers))
-        return {"replica_step": float(self.newest_step), "replica_bytes": held} if held else {}
+        if self._vault is None or not held:
+            return {}
+        return {"replica_step": float(self.newest_step), "replica_bytes": held}
+
+    def copies(self) -> dict[int, SlotWriter]:
+        """The complete copies, by step. They can be read when the vault is lost, too. By any
+        thread, once the generation has ended."""
+        return {buffer.step: buffer for buffer in self._buffers if buffer.step >= 0}
 
     def step_requests(self, step: int) -> StepRequests:
         """This rank's requests for the vote of `step`. Returns when the step before is settled."""
@@ -171,7 +178,7 @@ class Mirror:
             if isinstance(error, VaultMemoryError) and self._assignment.restore is None:
                 raise  # the job's first mirror: fail early, while the config can be changed
             log.warning("%s\n  this rank continues without a replica", error)
-            self._vault, self._buffers = None, []
+            self._vault = None
             copier.confirm(state)
             return
         stopped_s = perf_counter() - started

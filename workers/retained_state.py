@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from rayzero.engine.layout.state_index import StateSource
 from rayzero.workers.messages import Assignment, InProcessStateInfo
 from rayzero.workers.vault.client import VaultClient
 from rayzero.workers.vault.records import Restore, SlotInfo, VaultGoneError
+from rayzero.workers.vault.slots import SlotWriter
 
 if TYPE_CHECKING:
     from rayzero.engine.state.composite import CompositeState
@@ -34,6 +35,8 @@ class RetainedState:
 
     def __init__(self, worker: int, device_timeout_s: float) -> None:
         self.vault: VaultClient | None = None
+        self.copies: Callable[[], Mapping[int, SlotWriter]] = dict
+        """The `Mirror.copies` of the generation, which can be salvaged where its vault is lost."""
         self._worker = worker
         self._device_timeout_s = device_timeout_s
         self._state: CompositeState | None = None
@@ -49,6 +52,7 @@ class RetainedState:
         missing until the controller has started another one.
         """
         before, self._assignment = self._assignment, assignment
+        self.copies = dict
         if self._state is not None and before is not None:
             left, altered = self.in_process_state(), self._state.altered
             reason = why_not_held(left, before, assignment.restore, altered=altered)
@@ -62,17 +66,18 @@ class RetainedState:
         self._state = state
 
     def in_process_state(self) -> InProcessStateInfo | None:
-        """The state in this process's memory; None if there is none, or it is
-        within an update, or within a step of several engines.
+        """The state in this process's memory, once its generation has ended; None if there is none.
+        It is of no step within an update, or within a step of several engines.
 
         Returns when the device has finished what is queued on it: until then, the memory of the
         state may still be written. Raises DeviceError if that takes too long.
         """
         state = self._state
+        copies = tuple(sorted(self.copies()))
         if state is None or not state.consistent or (step := state.step) is None:
-            return None
+            return InProcessStateInfo(None, False, copies) if copies else None
         state.device.synchronize(self._device_timeout_s)
-        return InProcessStateInfo(step, state.complete_on_rank)
+        return InProcessStateInfo(step, state.complete_on_rank, copies)
 
     @contextmanager
     def open_source(self, restore: Restore | None) -> Iterator[StateSource | None]:
@@ -90,16 +95,16 @@ class RetainedState:
         except (DataError, VaultGoneError, EngineError) as error:
             raise StateError(error.seen, error.allowed, error.fix) from error
 
-    def salvage(self, vault: str) -> SlotInfo:
-        """Copies the state in memory into the vault: the complete state if this rank has it,
-        otherwise its shard.
+    def salvage(self, vault: str, step: int) -> SlotInfo:
+        """Copies the state of that step into the vault: the complete state if this rank has it in
+        memory, otherwise its shard, from there or from the mirror's copy.
 
         Args:
             vault: the current address of this node's vault. The one that the generation started
                 with may be lost, which is a reason to salvage.
 
         Raises:
-            EngineError: there is no state, or no vault.
+            EngineError: there is no such state, or no vault.
             VaultGoneError: the vault does not answer.
         """
         self._connect(vault)
@@ -108,16 +113,22 @@ class RetainedState:
             raise EngineError(
                 "this process has no training state to salvage, or no vault to copy it to"
             )
-        block = state.pack(whole=state.complete_on_rank)
-        world_size = 1 if state.complete_on_rank else assignment.world_size
-        buffer = self.vault.reserve(assignment.generation, assignment.rank, world_size, block.index)
-        buffer.begin()
-        block.copy_to(buffer.data, constants=True)
-        buffer.commit(memory_state.step, state.metadata(), False, None)
-        generation = assignment.generation
-        rank = assignment.rank
-        nbytes = block.index.nbytes
-        return SlotInfo(generation, rank, world_size, memory_state.step, nbytes, pinned=False)
+        generation, rank = assignment.generation, assignment.rank
+        world_size = assignment.world_size
+        copy = self.copies().get(step)
+        if memory_state.step == step:
+            block = state.pack(whole=state.complete_on_rank)
+            world_size = 1 if state.complete_on_rank else world_size
+            buffer = self.vault.reserve(generation, rank, world_size, block.index)
+            buffer.begin()
+            block.copy_to(buffer.data, constants=True)
+            buffer.commit(step, state.metadata(), False, None)
+        elif copy is not None:
+            buffer = self.vault.reserve(generation, rank, world_size, copy.index)
+            buffer.copy_version(copy)
+        else:
+            raise EngineError(f"this process has no state of step {step} to salvage")
+        return SlotInfo(generation, rank, world_size, step, len(buffer.data), pinned=False)
 
     def _open_restore(self, restore: Restore) -> StateSource:
         if restore.slots:
@@ -160,7 +171,7 @@ def why_not_held(
     """
     if restore is None or not restore.slots:
         return "it is read from a checkpoint"
-    if left is None:
+    if left is None or left.step is None:
         return "it was left within an update, or within a step of several engines"
     if left.step != restore.step:
         return f"it is of step {left.step}, restored is {restore.step}"

@@ -185,13 +185,13 @@ class WorkerProcess(UserProcess, WorkerCalls):
     def inject(self, faults: Sequence[FaultSpec]) -> None:
         self._fault_schedule.set_faults((*self._spec.faults, *faults))
 
-    def salvage(self, vault: str) -> SlotInfo:
+    def salvage(self, vault: str, step: int) -> SlotInfo:
         if not self._channel.left.is_set():
             raise EngineError(
                 "the training function is still running, so its state cannot be salvaged"
             )
         try:
-            return self._retained.salvage(vault)
+            return self._retained.salvage(vault, step)
         except RayzeroError:
             raise
         except Exception as error:  # torch's, whose device may have failed since; or a caller's

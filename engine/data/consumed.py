@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from rayzero.engine.errors import DataError
 
+SAMPLES_PHASE = "samples"
+"""The phase of a rank that waits for samples that others make."""
+
 
 @dataclass(frozen=True)
 class Consumed:

@@ -12,9 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
+from rayzero.engine.data.consumed import SAMPLES_PHASE
 from rayzero.engine.data.micro_batches import MicroBatches, YieldedBatch
 from rayzero.engine.data.prefetch import Prefetch, batch_to_device, closed_error
 from rayzero.engine.data.sampling import MicroBatch, SampleOrder, StepSplit
+from rayzero.engine.data.way_out import way_out
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import CollectiveError, DataError, EngineError
 from rayzero.engine.session import Reforming
@@ -249,13 +251,14 @@ class StepLoader:
             except StopIteration:
                 return None
             except Empty:
-                self._enter_phase(end)  # leaves the generation, or joins the next, if it has ended
+                # Leaves the generation, or joins the next, if it has ended.
+                self._enter_phase(end, SAMPLES_PHASE)
                 if self._micro_batches.split is not split:
                     return None
             finally:
                 self.progress.data_wait_s += feed.wait_s
 
-    def _enter_phase(self, end: int) -> None:
+    def _enter_phase(self, end: int, phase: str = "data") -> None:
         """The training thread is about to read, unless all steps until `end` are finished: not
         another thread, in which the script reads ahead. A finished one may be undone here."""
         reforming = self._reforming
@@ -265,7 +268,7 @@ class StepLoader:
         if self.progress.sample_cursor >= end and not is_undone:
             return
         if self._session is not None:
-            self._session.on_phase("data")
+            self._session.on_phase(phase)
         if reforming is not None:
             reforming.before_read(self)
 
@@ -335,7 +338,7 @@ def dataset_length(dataset: object) -> int:
         raise DataError(
             f"the training data is a {name}, which can only be iterated",
             "a map-style dataset, with __len__ and __getitem__",
-            "training_data: only indexed samples can be split over a changing set of workers",
+            f"training_data: {way_out(dataset)}",
         )
     try:
         length = len(dataset)  # type: ignore[arg-type]

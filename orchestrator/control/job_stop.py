@@ -75,8 +75,7 @@ class JobStop:
         """Waits for half of the time for the current step; no more once a rank is lost, because its
         peers would wait for it without result."""
         generation = self._members.generation
-        self._calls.broadcast(generation.active, WorkerCalls.drain, generation.number)
-        await self._loop.wait_for(
+        await self._rendezvous.drain(
             self._plan.spec.checkpoint.grace_period_s / 2,
             lambda: not generation.active or bool(generation.pending_faults),
         )

@@ -9,10 +9,12 @@ begins it again: a cancelled attempt emits nothing more, and the next one begins
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from rayzero.engine.data.consumed import SAMPLES_PHASE
 from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import PendingReplies
 from rayzero.orchestrator.control.calls import Calls, WorkerUnavailableError
@@ -37,6 +39,11 @@ from rayzero.workers.vault.records import Restore
 
 if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
     from rayzero.orchestrator.cluster.worker_group import WorkerGroup
+
+SAMPLES_WAIT_S = 5.0
+"""How long a step that is to be the last one waits for samples: longer than several heartbeats,
+since a rank that has samples tells it with the next one."""
+_LOOK_S = 0.5
 
 
 @dataclass(eq=False)
@@ -114,11 +121,13 @@ class Reconfiguration:
 
     async def _drain(self) -> None:
         """Returns once all members left at the end of a step. Without a limit: a step may take any
-        time, and the hang detector finds a hang."""
+        time, and the hang detector finds a hang. One that waits for samples is given up."""
         generation = self._members.generation
         self._timer.enter_phase("drain")
-        self._calls.broadcast(generation.active, WorkerCalls.drain, generation.number)
-        await self._loop.wait_until(lambda: not generation.active)
+        await self._rendezvous.drain(math.inf, lambda: not generation.active)
+        if generation.active:
+            self._rendezvous.interrupt()
+            await self._fence()
 
 
 @dataclass(eq=False)
@@ -309,6 +318,23 @@ class Rendezvous:
                 f"rank {rank}, until there are more workers: what its function does on rank 0 only "
                 "by what it knew at its start (files, lines of the log) waits for that"
             )
+
+    async def drain(self, limit_s: float, is_over: Callable[[], bool]) -> None:
+        """Tells the active members to leave at the end of their step. Returns once it `is_over`,
+        after the limit, and where a member waits for samples of rollouts: its step may never end,
+        if there is nobody who makes them."""
+        generation = self._members.generation
+        self._calls.broadcast(generation.active, WorkerCalls.drain, generation.number)
+        now_s = self._loop.now_s()
+        until_s = now_s + limit_s
+        waits_since_s = math.inf
+        while not await self._loop.wait_for(min(_LOOK_S, until_s - now_s), is_over):
+            now_s = self._loop.now_s()
+            beats = (self._inbox.last_heartbeat(worker)[0] for worker in generation.active)
+            is_starving = any(beat is not None and beat.phase == SAMPLES_PHASE for beat in beats)
+            waits_since_s = min(waits_since_s, now_s) if is_starving else math.inf
+            if now_s >= min(until_s, waits_since_s + SAMPLES_WAIT_S):
+                return
 
     def interrupt(self, *, softly: bool = False) -> None:
         """Tells the active members to leave, each once it has its assignment: it would begin it

@@ -91,7 +91,9 @@ class RestoreSelector:
         generation = self._members.generation
         states = generation.in_process_states()
         source = select_recovery_step((), states, generation.world_size, None, Excluded())
-        return await self._salvage(source) if isinstance(source, FromWorkers) else None
+        if not isinstance(source, FromWorkers) or source.step < step:
+            return None
+        return await self._salvage(source)
 
     async def _salvage(self, source: FromWorkers) -> Restore | None:
         """Copies the states in workers' memories into vaults. None if that fails, or if they turn
@@ -102,7 +104,7 @@ class RestoreSelector:
         # A large state takes long to copy: as long as a rank may be without progress.
         salvages = [
             self._calls.worker(
-                worker, WorkerCalls.salvage, addresses.get(node, ""), limit_s=limit_s
+                worker, WorkerCalls.salvage, addresses.get(node, ""), source.step, limit_s=limit_s
             )
             for worker, node in zip(source.workers, nodes, strict=True)
         ]

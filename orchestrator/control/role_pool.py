@@ -322,6 +322,7 @@ class RolePool:
                 text,
                 self.running,
                 is_fatal=error is not None,
+                window_s=window_s,
             )
         )
         if error is not None:
@@ -390,8 +391,9 @@ class RolePool:
                     self._on_lost(index, timeout_reason(limit_s))
                 elif worker.info.node_id in draining:
                     self._on_fault(worker, FaultCause.PREEMPTED, "its node is draining")
-            if self.running + len(self.finished) >= self.least:
+            ready, returned = self.running, len(self.finished)
+            # The ranks wait for what a function that takes tasks would have made.
+            if (ready if self.plan.spec.takes else ready + returned) >= self.least:
                 enough_at_s = now_s
-            elif now_s - enough_at_s > self.plan.resources.timeout_s:
-                ready, waited_s = self.running, self.plan.resources.timeout_s
-                raise role_faults.too_few_error(self.name, ready, self.least, waited_s)
+            elif now_s - enough_at_s > (waited_s := self.plan.resources.timeout_s):
+                raise role_faults.too_few_error(self.name, ready, self.least, waited_s, returned)

@@ -9,7 +9,7 @@ from rayzero.orchestrator.metrics.job_metrics import JobMetrics
 from rayzero.orchestrator.metrics.role_table import RoleValues
 from rayzero.orchestrator.metrics.series import Sample, Samples, counter, gauge
 from rayzero.orchestrator.policies.failure import HARDWARE_CAUSES, USER_CODE_CAUSES
-from rayzero.orchestrator.role_facts import RoleFacts
+from rayzero.orchestrator.role_facts import MAX_ROLE_ENTRIES, RoleFacts
 from rayzero.workers.rollouts.counts import RolloutCounts
 
 
@@ -30,7 +30,7 @@ def role_rows(job: JobMetrics) -> dict[str, dict[str, Any]]:
             "generations": [
                 {"at_s": size.at_s, "world_size": size.workers} for size in facts.sizes
             ],
-            "seen_faults": list(map(vars, facts.seen_faults)),
+            "seen_faults": list(map(vars, facts.seen_faults[-MAX_ROLE_ENTRIES:])),
             "tokens_per_s": reported.tokens_per_s,
             "version": reported.oldest_version,
             "values": {

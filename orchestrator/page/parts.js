@@ -1,7 +1,7 @@
 // The parts of the page other than charts: functions from values to elements.
 
 const PHASES = {
-  forward: 1, backward: 2, reduce: 3, update: 4, data: 5, publish: 6, mirror: 8, checkpoint: 8,
+  forward: 1, backward: 2, reduce: 3, update: 4, data: 5, samples: 5, publish: 6, mirror: 8, checkpoint: 8,
   gather: 6, load: 7, join: 7, start: 7,
 };
 const NO_LABELS_FROM = 65;

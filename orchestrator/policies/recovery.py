@@ -28,7 +28,8 @@ class CheckpointRef:
 
 @dataclass(frozen=True)
 class FromWorkers:
-    """These workers' memories hold the complete state of `step`, to be copied into their vaults."""
+    """These workers' memories hold the complete state of `step`, to be copied into their vaults: in
+    their engines, or in copies of lost vaults."""
 
     step: int
     workers: tuple[int, ...]
@@ -65,11 +66,14 @@ def select_recovery_step(
         None if there is no state: a fresh start.
     """
     sources: list[Restore | FromWorkers] = [
-        FromWorkers(state.step, (worker,)) for worker, state in in_process.items() if state.whole
+        FromWorkers(state.step, (worker,))
+        for worker, state in in_process.items()
+        if state.whole and state.step is not None
     ]
-    steps = {state.step for state in in_process.values()}
-    if len(steps) == 1 and len(in_process) == world_size:
-        sources.append(FromWorkers(steps.pop(), tuple(in_process)))
+    if in_process and len(in_process) == world_size:
+        # Some ranks may have ended a step that others were interrupted in.
+        common = set[int].intersection(*(state.steps for state in in_process.values()))
+        sources += [FromWorkers(step, tuple(in_process)) for step in common]
     if (restore := newest_stored(held, stored, excluded)) is not None:
         sources.insert(0 if restore.slots else len(sources), restore)
     # `max` returns the first of equals.

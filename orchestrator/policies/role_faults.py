@@ -61,10 +61,14 @@ def describe_worker(role: str, fault: Fault) -> str:
     return f"{role} {fault.rank} on node {worker.node}{pid}"
 
 
-def too_few_error(role: str, ready: int, least: int, waited_s: float) -> JobFailedError:
+def too_few_error(
+    role: str, ready: int, least: int, waited_s: float, returned: int
+) -> JobFailedError:
     """The error of a role that had less than the least number of workers for too long."""
+    ended = f"; in {returned} more the function has returned" if returned else ""
     return JobFailedError(
-        f"role {role} has {ready} of at least {least} workers, and had not more for {waited_s:g} s",
+        f"role {role} has {ready} of at least {least} workers, and had not more for {waited_s:g} s"
+        f"{ended}",
         allowed=f"at least {least} (roles.{role}.workers.min)",
         fix=f"roles.{role}.workers.min or .start_timeout_s in the job file, or the size of the "
         "cluster",

@@ -51,6 +51,7 @@ _PHASE_STYLES = {
     "reduce": "red",
     "update": "cyan",
     "data": "yellow",
+    "samples": "yellow",
     "mirror": "green",
     "publish": "bright_magenta",
     "gather": "bright_magenta",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rayzero.engine.data.streams.block import BlockSource
     from rayzero.engine.data.streams.mapping import map_blocks
     from rayzero.engine.data.streams.packing import PackedBlocks, cu_seqlens
+    from rayzero.engine.data.streams.positions import StreamSampler
     from rayzero.engine.data.streams.source import BlockStream
     from rayzero.engine.data.streams.sources.file_blocks import blocks
 
@@ -23,6 +24,7 @@ _HOMES = {
     "BlockSource": "rayzero.engine.data.streams.block",
     "BlockStream": "rayzero.engine.data.streams.source",
     "PackedBlocks": "rayzero.engine.data.streams.packing",
+    "StreamSampler": "rayzero.engine.data.streams.positions",
     "blocks": "rayzero.engine.data.streams.sources.file_blocks",
     "cu_seqlens": "rayzero.engine.data.streams.packing",
     "from_hf": "rayzero.data.hugging_face",
@@ -36,6 +38,7 @@ __all__ = [
     "BlockSource",
     "BlockStream",
     "PackedBlocks",
+    "StreamSampler",
     "blocks",
     "cu_seqlens",
     "from_hf",

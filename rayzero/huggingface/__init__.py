@@ -20,6 +20,7 @@ PRIVATE = {
         "_initial_global_step",
         "_load_callback_state",
         "_maybe_log_save_evaluate",
+        "_get_train_sampler",
     ),
     "accelerate.Accelerator": ("_dataloaders", "_schedulers"),
     "torch.optim.lr_scheduler.LRScheduler": ("_step_count",),

@@ -14,6 +14,8 @@ from importlib import import_module
 from itertools import islice
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import CollectiveError
 from rayzero.engine.state.metadata import capture_rng, restore_rng
@@ -61,7 +63,7 @@ class Place:
     def skipped_by_script(self, batches: int) -> int:
         """The batches to skip of an epoch, where the script asks for `batches`. It may have counted
         them on another number of ranks: the step of its checkpoint counts, if it has loaded one."""
-        if self.loaded_step is None or not batches:
+        if self.loaded_step is None or not batches or _is_iterable(self._loader):
             return batches
         return self.loaded_step % self._steps(len(self._loader)) * self._step_batches
 
@@ -123,6 +125,28 @@ class Place:
                 restore_rng(rng, engine.device)
                 batches = _join(first, batches)
 
+    def read_through(
+        self,
+        session: JobSession,
+        engine: Engine,
+        loader: Any,
+        begin: Callable[[Any], Iterator[Any]],
+    ) -> Iterator[Any]:
+        """One iteration over an iterable: what the job has trained on is read, and left out."""
+        read, missed = 0, self.missed_steps * self._step_batches
+        for batch in begin(loader):
+            if read > missed:
+                self.check_stepped()
+            session.on_phase("data")
+            read += 1
+            if read > missed:
+                self.missed_steps = 0
+                engine.progress.script_lag = None
+                yield batch
+        if missed and read <= missed:
+            self.missed_steps -= min(self.missed_steps, self._steps(read))
+            engine.progress.script_lag = self.missed_steps
+
     def _rest(self, loader: Any, behind: int, *, agreed: bool) -> Iterator[Any]:
         """Iterates over the batches of the epoch, but for the first `behind`."""
         yield from read_behind(self._loader, behind, loader.iteration, agreed=agreed)
@@ -134,7 +158,13 @@ def _iterate(session: JobSession, begin: Original, loader: Any) -> Any:
     place, skipped = getattr(loader, "rayzero_place", (None, 0))
     if place is None or session.engine is None:
         return begin(loader)
+    if _is_iterable(loader):
+        return place.read_through(session, session.engine, loader, begin)
     return place.iterate(session, session.engine, loader, begin, skipped)
+
+
+def _is_iterable(loader: Any) -> bool:
+    return isinstance(loader.dataset, IterableDataset)
 
 
 def place_of(loader: Any) -> Place | None:
@@ -160,7 +190,7 @@ def can_read_again(loader: Any, *, by_epoch: bool = False) -> bool:
     if type(cut).__name__ != "BatchSamplerShard" or cut.split_batches:
         return False
     sampler: Any = getattr(cut.batch_sampler, "sampler", None)
-    if type(sampler).__name__ in ("SeedableRandomSampler", "SequentialSampler"):
+    if type(sampler).__name__ in ("SeedableRandomSampler", "SequentialSampler", "StreamSampler"):
         return True
     generator = getattr(sampler, "generator", None)
     return not by_epoch and generator is not None and generator is loader.synchronized_generator

@@ -14,25 +14,32 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
+from rayzero.engine.data.streams.positions import check_sampler
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.state.metadata import capture_rng, restore_rng
 from rayzero.engine.state.registry import read_value
 from rayzero.huggingface.accelerated_loop import Place, can_read_again, place_of, skip_from_place
 from rayzero.huggingface.scripted_steps import (
     ScriptedSteps,
+    SeveralSteps,
     adapt_options,
     brings_no_config,
     check_prepare,
     follow_script,
+    split_models,
 )
+from rayzero.huggingface.streams import check_training_data
 from rayzero.workers.launch.adapters import Original, wrap
 from rayzero.workers.launch.kept_schedules import apply_rates
 from rayzero.workers.session import JobSession
@@ -112,15 +119,31 @@ def _recall(session: JobSession) -> None:
             _first.update(read_value(source, session.assignment.rank, _STATE) or {})
 
 
+def first_ranks(session: JobSession) -> int:
+    """The number of ranks of the first generation that prepared a model; until then, the present
+    one."""
+    if not _first:
+        _recall(session)
+    return _first.get("ranks", dist.get_world_size())
+
+
 def _prepare(
     session: JobSession, prepare: Original, accelerator: Any, *args: Any, **options: Any
 ) -> Any:
     """`Accelerator.prepare`."""
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin is not None:
+        parts = split_models(args, scripted=accelerator.rayzero_scripted)
+        if len(parts) > 1:
+            return _prepare_each(session, prepare, accelerator, args, parts, options)
     if accelerator.rayzero_scripted:
-        check_prepare(args)
-    result = prepare(accelerator, *args, **options)
+        is_known = not plugin.is_auto("train_micro_batch_size_per_gpu")
+        check_prepare(args, knows_batch=is_known)
     models = [number for number, it in enumerate(args) if isinstance(it, nn.Module)]
-    if accelerator.state.deepspeed_plugin is None or not models or len(args) < 2:
+    if accelerator.rayzero_scripted and models:
+        accelerator.deepspeed_engine_wrapped = None  # Accelerate has one; `follow_script` has all
+    result = prepare(accelerator, *args, **options)
+    if plugin is None or not models or len(args) < 2:
         return result
     engine = result[models[0]]
     if accelerator.rayzero_scripted:
@@ -135,13 +158,13 @@ def _prepare(
         session.registry.register(_STATE, lambda: dict(_first), _first.update)
     session.divide_step(_first["batches"])
     schedules = [it for it in result if _is_ours(it)]
-    loader = next(
-        (it for it, given in zip(result, args, strict=True) if isinstance(given, DataLoader)), None
-    )
-    if loader is not None:
+    number = next((n for n, given in enumerate(args) if isinstance(given, DataLoader)), None)
+    if number is not None:
+        loader = result[number]
+        check_sampler(args[number])
+        check_training_data(session, loader, _first["ranks"])
         place = Place(loader, engine.global_steps, steps, lambda: _recut(accelerator))
-        if isinstance(scripted := accelerator.deepspeed_engine_wrapped, ScriptedSteps):
-            place.check_stepped = scripted.check_stepped
+        place.check_stepped = partial(_check_stepped, accelerator)
         place.schedules[:] = [it.scheduler for it in schedules]
         place.follow(loader)
         if session.engine is not None and can_read_again(loader):
@@ -149,6 +172,34 @@ def _prepare(
     for schedule in schedules:
         _continue_schedule(schedule, engine.global_steps)
     return result
+
+
+def _prepare_each(
+    session: JobSession,
+    prepare: Original,
+    accelerator: Any,
+    given: Sequence[Any],
+    parts: list[list[int]],
+    options: dict[str, Any],
+) -> tuple[Any, ...]:
+    """`Accelerator.prepare` of several models."""
+    if options:
+        raise ConfigError(
+            f"accelerator.prepare of {len(parts)} models with {', '.join(options)}",
+            allowed="models, optimizers, schedules and DataLoaders alone",
+        )
+    found: dict[int, Any] = {}
+    for places in parts:
+        prepared = _prepare(session, prepare, accelerator, *(given[it] for it in places))
+        found.update(zip(places, prepared, strict=True))
+    return tuple(found[place] for place in range(len(given)))
+
+
+def _check_stepped(accelerator: Any) -> None:
+    """Called where the script takes a further batch."""
+    scripted = accelerator.deepspeed_engine_wrapped
+    if isinstance(scripted, ScriptedSteps | SeveralSteps):
+        scripted.check_stepped()
 
 
 def _save_once(
@@ -204,6 +255,9 @@ def _clip(
 ) -> Any:
     """`clip_grad_norm_`."""
     steps = getattr(accelerator, "deepspeed_engine_wrapped", None)
+    if isinstance(steps, SeveralSteps):
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
+        steps = steps.of(parameters)
     if isinstance(steps, ScriptedSteps):
         return steps.clip_and_step(max_norm, norm_type)
     return clip(accelerator, parameters, max_norm, norm_type, **options)

@@ -49,10 +49,14 @@ def brings_no_config(options: dict[str, Any]) -> bool:
     return plugins == (None, None) and not is_given
 
 
-def check_prepare(given: Sequence[Any]) -> None:
-    """Raises ConfigError where Accelerate over DeepSpeed cannot prepare what DDP can."""
+def check_prepare(given: Sequence[Any], *, knows_batch: bool = False) -> None:
+    """Raises ConfigError where Accelerate over DeepSpeed cannot prepare what DDP can.
+
+    `knows_batch`: of an earlier model's DataLoader.
+    """
     kinds = (nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoader)
     found = [any(isinstance(it, kind) for it in given) for kind in kinds]
+    found[2] = found[2] or knows_batch
     if any(found[:2]) and not all(found):
         names = ("the model", "its optimizer", "the DataLoader that it is trained on")
         missing = [name for name, is_found in zip(names, found, strict=True) if not is_found]
@@ -61,6 +65,47 @@ def check_prepare(given: Sequence[Any]) -> None:
             allowed="one call with model, optimizer and DataLoader, and more calls for the rest",
             fix="model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
         )
+
+
+def split_models(given: Sequence[Any], *, scripted: bool) -> list[list[int]]:
+    """The places of what `prepare` is called with, for each model: with its optimizer and its
+    schedules; everything else is the first one's. Accelerate over DeepSpeed prepares one a call.
+
+    Raises:
+        ConfigError: there are several, and the script brings a config (not `scripted`), or one of
+            them has no optimizer.
+    """
+    places = range(len(given))
+    models = [it for it in places if isinstance(given[it], nn.Module)]
+    if len(models) < 2:
+        return [[*places]]
+    if not scripted:
+        raise ConfigError(
+            f"accelerator.prepare was called with {len(models)} models and a DeepSpeed config: "
+            "Accelerate would put the last one in the place of all",
+            allowed="one model in each call, with an Accelerator of its own",
+            fix="leave the config out of the script, and use `rayzero launch --stage`",
+        )
+    parts = {model: [model] for model in models}
+    for place in (it for it in places if it not in parts):
+        optimizer = getattr(given[place], "optimizer", given[place])  # a schedule's
+        groups = getattr(optimizer, "param_groups", ())
+        trained = {id(param) for group in groups for param in group["params"]}
+        owner = next((it for it in models if _has_one_of(given[it], trained)), models[0])
+        parts[owner].append(place)
+    for model, part in parts.items():
+        if not any(isinstance(given[it], torch.optim.Optimizer) for it in part):
+            raise ConfigError(
+                f"accelerator.prepare was called with a {type(given[model]).__name__} without its "
+                "optimizer, next to other models",
+                allowed="models that are trained, each with an optimizer of its own",
+                fix="model.to(accelerator.device) in place of prepare, for one that only evaluates",
+            )
+    return [*parts.values()]
+
+
+def _has_one_of(model: nn.Module, params: set[int]) -> bool:
+    return any(id(param) in params for param in model.parameters())
 
 
 class ScriptedSteps:
@@ -77,9 +122,12 @@ class ScriptedSteps:
         self._tells_boundary = False
 
     def backward(self, loss: Tensor, sync_gradients: bool = True, **options: Any) -> None:
-        self._tells_boundary = True
-        self.engine.set_gradient_accumulation_boundary(sync_gradients)
+        self.tell_boundary(sync_gradients)
         self.engine.backward(loss, **options)
+
+    def tell_boundary(self, is_boundary: bool) -> None:
+        self._tells_boundary = True
+        self.engine.set_gradient_accumulation_boundary(is_boundary)
 
     def step(self, closure: None = None) -> None:
         if not self.engine.step_is_due:
@@ -120,9 +168,56 @@ class ScriptedSteps:
             )
 
 
+class SeveralSteps:
+    """In the place of `ScriptedSteps`, where a script trains several engines, as of a GAN. A
+    backward reaches those whose outputs its loss comes from, and each adds up what it gets until
+    its optimizer's `step` or `zero_grad`, as with DDP. The engines report no loss."""
+
+    def __init__(self, each: list[ScriptedSteps]) -> None:
+        self.each = each
+        self.engine = self  # as of `end_training`
+
+    def destroy(self) -> None:
+        for steps in self.each:
+            steps.engine.destroy()
+
+    def backward(self, loss: Tensor, sync_gradients: bool = True, **options: Any) -> None:
+        for steps in self.each:
+            if steps.engine.fp16_enabled():
+                raise ConfigError(
+                    "accelerator.backward(loss) in fp16, with several models",
+                    allowed="bf16, or no mixed precision, where one loss may reach several models",
+                    fix='Accelerator(mixed_precision="bf16")',
+                )
+            steps.tell_boundary(sync_gradients)
+        loss.backward(**options)
+
+    def of(self, parameters: Sequence[Any]) -> ScriptedSteps:
+        """Those of the engine that has all of these. Raises ConfigError if none has."""
+        wanted = {id(it) for it in parameters}
+        for steps in self.each:
+            if wanted <= {id(it) for it in steps.engine.module.parameters()}:
+                return steps
+        raise ConfigError(
+            "clip_grad_norm_ of parameters of several models",
+            allowed="one call for each model, with its parameters",
+        )
+
+    def get_global_grad_norm(self) -> float | None:
+        return self.each[0].get_global_grad_norm()
+
+    def check_stepped(self) -> None:
+        """As of `ScriptedSteps`: one's gradients may be left, which another one's loss brought."""
+        if all(steps.engine.step_is_due for steps in self.each):
+            self.each[0].check_stepped()
+
+
 def follow_script(accelerator: Any, engine: Any, prepared: Sequence[Any]) -> None:
     """Lets the script's own calls clip and step the engine."""
-    steps = accelerator.deepspeed_engine_wrapped = ScriptedSteps(engine, accelerator.gradient_state)
+    steps = ScriptedSteps(engine, accelerator.gradient_state)
+    before = getattr(accelerator, "rayzero_steps", [])
+    accelerator.rayzero_steps = each = [*before, steps]
+    accelerator.deepspeed_engine_wrapped = SeveralSteps(each) if before else steps
     for it in prepared:
         if isinstance(it, torch.optim.Optimizer):  # DeepSpeedOptimizerWrapper
             vars(it).update(step=steps.step, zero_grad=steps.zero_grad)

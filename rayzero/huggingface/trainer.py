@@ -23,10 +23,16 @@ from typing import Any
 
 import torch
 
-from rayzero.engine.errors import CollectiveError
+from rayzero.engine.errors import CollectiveError, ConfigError
 from rayzero.engine.state.metadata import capture_rng, restore_rng
 from rayzero.engine.state.registry import read_value
-from rayzero.huggingface.accelerator import own_batches
+from rayzero.huggingface.accelerator import first_ranks, own_batches
+from rayzero.huggingface.streams import (
+    check_first_batch,
+    check_train_dataset,
+    check_training_data,
+    choose_sampler,
+)
 from rayzero.huggingface.trainer_state import (
     NAME,
     Recorder,
@@ -43,6 +49,9 @@ def patch_trainer(module: ModuleType) -> None:
     """Called after the import of `transformers.trainer`."""
     trainer = module.Trainer
     run_type = type("RayzeroRun", (TrainerRun, module.TrainerCallback), {})
+    wrap(trainer, "__init__", check_train_dataset)
+    wrap(trainer, trainer._get_train_sampler.__name__, choose_sampler)
+    wrap(trainer, "get_train_dataloader", _get_loader)
     wrap(trainer, "train", partial(_train, run_type))
     wrap(trainer, "get_batch_samples", _read)
     wrap(trainer, "training_step", _run_step)
@@ -91,10 +100,20 @@ def _read(
         return [], None
     if run.steps is None:
         found = read(trainer, iterator, count, device)
+        if run.is_first_read:
+            check_first_batch(found[0], trainer)
     else:
         found = run.steps.read(iterator, count)
+    run.is_first_read = False
     run.restore_rng()
     return found
+
+
+def _get_loader(session: JobSession, get: Original, trainer: Any) -> Any:
+    """`get_train_dataloader`."""
+    loader = get(trainer)
+    check_training_data(session, loader, first_ranks(session))
+    return loader
 
 
 def _run_step(
@@ -153,6 +172,7 @@ class TrainerRun:
         steps: runs the Trainer's steps; None where they cannot be run again.
         folder: from which Trainer resumes; None at the start of a job.
         is_over: training ended with a step that was finished before this call of `train`.
+        is_first_read: nothing was read of a job that had begun.
     """
 
     def __init__(self, trainer: Any, session: JobSession) -> None:
@@ -160,6 +180,7 @@ class TrainerRun:
         self.steps: TrainerSteps | None = None
         self.folder: str | None = None
         self.is_over = False
+        self.is_first_read = session.is_resumed
         self._trainer = trainer
         self._session = session
         self._found = _find_state(session) if session.is_resumed else None
@@ -269,6 +290,13 @@ class TrainerRun:
             self.restore_rng()  # else after the batches that Trainer skips
 
     def on_step_begin(self, *args: Any, **options: Any) -> None:
+        if len(self._session.engines) > 1:
+            raise ConfigError(
+                "a script trains another engine beside its Trainer's, as in a callback",
+                allowed="one engine that trains, and any number that only evaluate",
+                fix="train the other model without an engine (a torch optimizer, on each rank), or "
+                "write the loop with Accelerate: accelerator.prepare takes several models",
+            )
         self.recorder.step_begins()
 
     def on_optimizer_step(self, *args: Any, **options: Any) -> None:

@@ -23,13 +23,31 @@ from tests.support.ports import free_ports
 ALERTS = ROOT / "helm/rayzero/files/alerts.yaml"
 
 
+def installed_program(name: str) -> str | None:
+    """Path of `prometheus` or `promtool`; None if it is not installed."""
+    return os.environ.get(f"RAYZERO_{name.upper()}") or shutil.which(name)
+
+
 def find_program(name: str) -> str:
-    """Path of `prometheus` or `promtool`; skips the test if it is not installed."""
-    variable = f"RAYZERO_{name.upper()}"
-    path = os.environ.get(variable) or shutil.which(name)
-    if not path:
-        pytest.skip(f"{name} is neither on PATH nor named by {variable}")
+    """As `installed_program`; skips the test if it is not."""
+    if not (path := installed_program(name)):
+        pytest.skip(f"{name} is neither on PATH nor named by RAYZERO_{name.upper()}")
     return path
+
+
+def check_alert_fires(alert: str, series: dict[str, str], folder: Path) -> None:
+    """The alert rules evaluate to one alert of that name after an hour of these samples, one a
+    minute, in promtool's notation."""
+    expr = f'count(ALERTS{{alertname="{alert}",alertstate="firing"}})'
+    expected = [{"labels": "{}", "value": 1}]
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": [{"expr": expr, "eval_time": "1h", "exp_samples": expected}],
+    }
+    document = {"rule_files": [str(ALERTS)], "evaluation_interval": "1m", "tests": [test]}
+    (folder / f"{alert}.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
+    promtool("test", "rules", f"{alert}.yaml", cwd=folder)
 
 
 def promtool(*arguments: str, cwd: Path) -> str:

@@ -51,6 +51,7 @@ REASONS = {
         orchestrator.control.inbox: DISPATCH_SLICE_S
         orchestrator.control.generation: FLUSH_SLICE_S
         orchestrator.control.hang_detector: CHECK_INTERVAL_S REPORT_AFTER_S
+        orchestrator.control.reconfigure: _LOOK_S SAMPLES_WAIT_S
         orchestrator.control.elastic: JOIN_BATCH_S DRAIN_POLL_INTERVAL_S
         orchestrator.control.replacements: REPLACE_DELAY_S
         orchestrator.control.checkpoints: WRITE_RETRY_BACKOFF_S

@@ -20,6 +20,7 @@ import ray
 from tests.house.source import commands
 from tests.huggingface.runs import DDP_LOSSES, recorded
 from tests.scripts.together import FILES, HERE, RUNS
+from tests.support.forking import fork_server
 
 pytestmark = pytest.mark.slow
 SAMPLE = ("ds_gan", "hf_run_glue", "trl_dpo", "trl_online_dpo", "peft_lora", "accelerate_nlp")
@@ -29,9 +30,10 @@ RUNS_ALL = os.environ.get("RAYZERO_ALL_SCRIPTS") == "1"
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    context = ray.init(address="local", num_cpus=4, include_dashboard=False)
-    yield context.address_info["gcs_address"]
-    ray.shutdown()
+    with fork_server():
+        context = ray.init(address="local", num_cpus=4, include_dashboard=False)
+        yield context.address_info["gcs_address"]
+        ray.shutdown()
 
 
 def run(command: list[str], cluster: str, folder: Path) -> str:

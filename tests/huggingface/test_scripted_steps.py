@@ -14,7 +14,14 @@ from torch.utils.data import DataLoader
 
 import rayzero
 from rayzero.engine.errors import ConfigError
-from rayzero.huggingface.scripted_steps import ScriptedSteps, adapt_options, check_prepare
+from rayzero.huggingface.scripted_steps import (
+    ScriptedSteps,
+    SeveralSteps,
+    adapt_options,
+    check_prepare,
+    split_models,
+)
+from rayzero.huggingface.trainer import TrainerRun
 from tests.support.ranks import run_ranks
 
 ROWS = torch.randn(9, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -104,3 +111,36 @@ def test_a_model_is_prepared_with_its_optimizer_and_loader() -> None:
         check_prepare([model])
     with pytest.raises(ConfigError, match="without the DataLoader"):
         check_prepare([model, optimizer])
+    check_prepare([model, optimizer], knows_batch=True)
+
+
+def test_each_of_several_models_has_its_optimizer_and_schedules() -> None:
+    first, second, loader = make_model(), make_model(), DataLoader(list(ROWS))
+    of_first, of_second = (torch.optim.SGD(it.parameters(), lr=0.05) for it in (first, second))
+    schedule = torch.optim.lr_scheduler.StepLR(of_second, 1)
+    given = [of_second, first, loader, schedule, second, of_first]
+    assert split_models(given, scripted=True) == [[1, 2, 5], [4, 0, 3]]
+    assert split_models([first, of_first], scripted=False) == [[0, 1]]
+    with pytest.raises(ConfigError, match=r"(?s)2 models and a DeepSpeed config.*--stage"):
+        split_models(given, scripted=False)
+    with pytest.raises(ConfigError, match=r"(?s)a Linear without its optimizer.*only evaluates"):
+        split_models([first, of_first, second, loader], scripted=True)
+
+
+def test_calls_that_are_of_one_model_name_it() -> None:
+    first, second = make_model(), make_model()
+    engines = [SimpleNamespace(module=it, fp16_enabled=lambda: True) for it in (first, second)]
+    each = [ScriptedSteps(it, None) for it in engines]
+    several = SeveralSteps(each)
+    assert several.of([*second.parameters()]) is each[1]
+    with pytest.raises(ConfigError, match="one call for each model"):
+        several.of([*first.parameters(), *second.parameters()])
+    with pytest.raises(ConfigError, match=r"(?s)fp16, with several models.*bf16"):
+        several.backward(torch.zeros(()))
+
+
+def test_engine_beside_a_trainers_is_refused() -> None:
+    run = object.__new__(TrainerRun)
+    run._session = SimpleNamespace(engines=["", "critic"])  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"(?s)beside its Trainer's.*only evaluate"):
+        run.on_step_begin()

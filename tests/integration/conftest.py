@@ -13,6 +13,7 @@ from ray.util import list_named_actors
 from ray.util.placement_group import placement_group_table
 
 from tests.integration.nodes import Nodes
+from tests.support.forking import fork_server
 from tests.support.token_head import TokenHead
 
 
@@ -38,7 +39,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
         head.start()
         yield head
     finally:
-        head.kill()
+        head.close()
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,7 @@ def find_leaks(head: Head) -> list[str]:
 @pytest.fixture(scope="module")
 def node_cluster() -> Iterator[Nodes]:
     """A separate cluster with short health-check timeouts, to detect lost nodes quickly."""
-    with pytest.MonkeyPatch.context() as patch:
+    with fork_server(), pytest.MonkeyPatch.context() as patch:
         for name, value in {
             "initial_delay_ms": "1000",
             "period_ms": "1000",

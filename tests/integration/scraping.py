@@ -6,13 +6,14 @@ import json
 import socket
 import time
 import urllib.request
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rayzero.orchestrator.job_events import MetricsServed, Resized
+from rayzero.orchestrator.job_events import MetricsServed, Repaired
 from rayzero.orchestrator.metrics.catalog import CATALOG
 from rayzero.orchestrator.progress import StepRecord
 from tests.orchestrator.support import EventLog
@@ -54,7 +55,7 @@ def has_recovered(event_log: EventLog) -> bool:
     records = event_log.of(StepRecord)
     return bool(
         event_log.of(MetricsServed)
-        and event_log.of(Resized)
+        and event_log.of(Repaired)  # its replacement may have come in time for it: not Resized
         and records[-1].step >= 40
         and records[-1].world_size == 2
     )
@@ -92,6 +93,37 @@ def check_snapshot(value: dict[str, Any], job: str, steps: int) -> None:
     assert all(rank["phase"] for rank in value["ranks"])
     assert len(value["ranks"]) == value["world_size"]
     assert value["replicas"]["step"] is not None
+
+
+class Scrape:
+    """A job's series at one time."""
+
+    def __init__(self, url: str) -> None:
+        lines = read(f"{url}/metrics").decode().splitlines()
+        self.at_s = time.monotonic()
+        samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        self.values = {series: float(value) for series, _, value in samples}
+
+    def value(self, series: str, **labels: str) -> float:
+        """Of the only series with these labels."""
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        (found,) = [
+            value
+            for name, value in self.values.items()
+            if name.partition("{")[0] == series and all(it in name for it in wanted)
+        ]
+        return found
+
+    def continued(self, before: Scrape | None = None) -> dict[str, str]:
+        """All series for an hour, one sample a minute, for promtool: as if they went on as since
+        then, or stayed as they are."""
+        per_minute = 0.0 if before is None else 60 / (self.at_s - before.at_s)
+        since = (before or self).values
+        return {
+            series: f"{value:.6f}{(value - since.get(series, value)) * per_minute:+.6f}x60"
+            for series, value in self.values.items()
+            if isfinite(value)
+        }
 
 
 def read(url: str) -> bytes:

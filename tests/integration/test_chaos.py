@@ -50,8 +50,8 @@ VAULT_FAULT = f"kill_vault(node=0, step={LAST_STEP + 20})"
 
 def faulty_job(folder: Path, faults: list[str], **changes: Any) -> Job:
     checkpoint = {"path": str(folder), "every_steps": CHECKPOINT_INTERVAL}
-    workers = Workers(min=1, max=2)
-    return steady_job(folder, workers=workers, checkpoint=checkpoint, faults=faults, **changes)
+    changes |= {"checkpoint": checkpoint, "workers": Workers(min=1, max=2), "faults": faults}
+    return steady_job(folder, recovery={"mirror_every": 1}, **changes)
 
 
 def test_job_survives_faults_of_stores_vaults_and_workers(nodes: Nodes, tmp_path: Path):

@@ -35,7 +35,7 @@ class TokenCluster:
 
     def close(self) -> None:
         self._commands.close()
-        self.head.kill()
+        self.head.close()
 
     def run_outside(self, *words: object, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

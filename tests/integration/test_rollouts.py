@@ -1,5 +1,5 @@
 """A job on rollouts, on a real Ray cluster: generators, rewards, ranks and the buffer are lost, and
-each prompt is trained on exactly once."""
+each prompt is trained on exactly once. One of the generators has its weights in a vLLM."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import rayzero
 from rayzero.engine.data.sample_ledger import read_ledger
 from rayzero.orchestrator.job_events import Repaired, RoleWorkerReady
 from rayzero.orchestrator.progress import StepRecord
+from rayzero.vllm.vault_weights import LLMClient, VaultWeights
 from tests.orchestrator.support import EventLog
+from tests.vllm import stand_in
+from tests.vllm.support import with_plugin
 from tests.workers.recovery_jobs import SAMPLES, engine_config, make_model
 from tests.workers.rollouts.jobs import GROUP, PROMPTS, make_sample, plain_torch
 
@@ -28,31 +31,50 @@ STEPS = 30
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + 200
     while not condition():
         assert time.monotonic() < until_s
         time.sleep(0.02)
 
 
 def train(ctx: rayzero.Context) -> dict[str, Any]:
+    """Waits after a step while the file `hold` exists."""
     engine, *_ = ctx.initialize(model=make_model(torch.float64))
     for x, y in ctx.rollouts(PROMPTS, engine).until(ctx.steps):
         engine.backward(nn.functional.mse_loss(engine(x), y))
         engine.step()
-        time.sleep(0.05)
+        while (ctx.output_dir / "hold").exists():
+            time.sleep(0.02)
     weights = engine.state_dict()
     if ctx.is_main:
         torch.save(weights, ctx.output_dir / "weights.pt")
     return {"pid": os.getpid()}
 
 
+class Served(nn.Module):
+    """What vLLM would have of the trainer's model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_model(torch.float64)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        own = dict(self.net.named_parameters())
+        self.reloading.extend((own[name].data, value) for name, value in weights)
+
+
 def generate(ctx: rayzero.RoleContext) -> None:
-    model = make_model(torch.float64)
-    for task in ctx.tasks(prompts=2):
-        version = ctx.weights.refresh(model)
-        total = sum(parameter.double().sum().item() for parameter in model.parameters())
-        print(f"version {version.step} {total!r}")
-        task.done([[(prompt, member) for member in range(GROUP)] for prompt in task.prompts])
+    """Worker 1 has its weights in a vLLM."""
+    with with_plugin():
+        model = stand_in.LLM.made = Served()
+        llm = stand_in.LLM("served", stand_in.WeightTransferConfig("rayzero"))
+        served, kind = VaultWeights(ctx.weights, LLMClient(llm)), "vllm" if ctx.number else "own"
+        for task in ctx.tasks(prompts=2):
+            version = served.refresh() if ctx.number else ctx.weights.refresh(model.net)
+            assert llm.weight_version == (str(version.step) if ctx.number else None)
+            total = sum(parameter.sum().item() for parameter in model.parameters())
+            print(f"{kind} version {version.step} {total!r}")
+            task.done([[(prompt, member) for member in range(GROUP)] for prompt in task.prompts])
 
 
 def score(ctx: rayzero.RoleContext) -> None:
@@ -78,19 +100,15 @@ def test_each_prompt_is_trained_on_once(no_leaks: None, tmp_path: Path):
         },
         checkpoint={"path": str(tmp_path)},
         ledger=True,
+        faults=["kill(rank=1, step=12)", "kill_vault(node=0, step=20)"],
     ).submit(observer=log)
-
-    def reach(step: int) -> None:
-        wait_for(lambda: any(record.step >= step for record in log.of(StepRecord)))
-
-    reach(3)
+    wait_for(lambda: len(log.of(StepRecord)) > 2)
+    hold = tmp_path / "rollouts" / "hold"
+    hold.touch()
     for event in log.of(RoleWorkerReady)[:2]:
         os.kill(event.worker.pid, signal.SIGKILL)
-    reach(8)
-    handle.inject("kill(rank=1)")
-    reach(14)
-    assert len(log.of(RoleWorkerReady)) == 5, "both were started again"
-    handle.inject("kill_vault(node=0)")
+    wait_for(lambda: len(log.of(RoleWorkerReady)) == 5)  # both were started again
+    hold.unlink()
     result = handle.result()
     assert [it.cause for it in log.of(Repaired)] == ["lost", "rollouts"]
     assert result.metrics["steps"] == STEPS
@@ -99,8 +117,11 @@ def test_each_prompt_is_trained_on_once(no_leaks: None, tmp_path: Path):
     numbers = [number for step in sorted(steps) for number in steps[step]]
     assert sorted(numbers) == [*range(STEPS * SAMPLES)]
     log_of_steps = [steps[it] for it in sorted(steps)]
-    seen = {text for line in handle.logs(role="rollout") if (text := line.partition("version ")[2])}
-    assert len(seen) > STEPS / 2
+    lines = [line for line in handle.logs(role="rollout") if "version " in line]
+    for kind in ("own", "vllm"):
+        assert any(f"{kind} version" in line for line in lines)
+    seen = {line.partition("version ")[2] for line in lines}
+    assert len(seen) >= STEPS / 2 - 3  # the last lines of what is killed may be lost
     for text in seen:  # each is a version's weights, of one step
         step, total = text.split()
         oracle = plain_torch(log_of_steps[: int(step)], 0)

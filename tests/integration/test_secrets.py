@@ -45,7 +45,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenHead]:
         token_head.start()
         yield token_head
     finally:
-        token_head.kill()
+        token_head.close()
 
 
 def job_file(folder: Path, options: str, port: int, **args: str) -> Path:

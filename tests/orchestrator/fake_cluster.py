@@ -544,13 +544,11 @@ class FakeCluster:
                 execute(worker)
             replies.mark_done([worker])
 
-    async def salvage(self, worker: int, vault: str) -> SlotInfo:
+    async def salvage(self, worker: int, vault: str, step: int) -> SlotInfo:
         await self._receive_command("salvage", worker)
         process = self.processes[worker]
         assign = next(assign for index, assign in reversed(self.assigned) if index == worker)
-        slot = SlotInfo(
-            assign.generation, assign.rank, assign.world_size, process.step, 64, pinned=False
-        )
+        slot = SlotInfo(assign.generation, assign.rank, assign.world_size, step, 64, pinned=False)
         if (vault := self.vaults.by_node.get(process.info.node_id)) is None:
             raise VaultGoneError("it was killed")
         vault.slots[slot.generation, slot.rank, slot.step] = slot

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import rayzero
+from rayzero.engine.comm.collectives import CollectiveWork
 from rayzero.engine.comm.shared_memory import SharedMemoryBackend
 from rayzero.engine.zero.file_values import FileValues
 
@@ -140,6 +141,29 @@ def train_kept(ctx: Any) -> dict[str, Any]:
         return parts
 
     ctx.initialize = initialize_and_fail
+    return train(ctx)
+
+
+TORN_STEP = 5
+
+
+def train_torn(ctx: Any) -> dict[str, Any]:
+    """`train`, but rank 1 of the first generation is interrupted where the others have the result
+    of its step's vote already. Leaves `voted-RANK`."""
+    to_host = CollectiveWork.to_host
+
+    def to_host_late(self: CollectiveWork, result: Tensor) -> Tensor:
+        found = to_host(self, result)
+        if self._name != "vote":
+            return found
+        step = ctx._session.engine.progress.step + 1
+        if (step, ctx.generation) == (TORN_STEP, 1):
+            (ctx.output_dir / f"voted-{ctx.rank}").touch()
+            while ctx.rank == 1 and not self._collectives.broken:
+                time.sleep(0.01)
+        return found
+
+    CollectiveWork.to_host = to_host_late  # type: ignore[method-assign]
     return train(ctx)
 
 

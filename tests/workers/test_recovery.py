@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 import rayzero
+from rayzero.orchestrator.policies.recovery import Excluded, FromWorkers, select_recovery_step
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import FaultFired, parse_fault
 from rayzero.workers.messages import (
@@ -28,6 +29,7 @@ from rayzero.workers.messages import (
     Stopped,
 )
 from rayzero.workers.vault.records import Restore, SlotRef
+from rayzero.workers.vault.vault import Vault
 from tests.support.nccl_like.settings import NcclLike
 from tests.workers import recovery_jobs
 from tests.workers.local_workers import (
@@ -36,6 +38,7 @@ from tests.workers.local_workers import (
     LocalWorkers,
     check_results,
     check_weights,
+    no_other_nodes,
     read_loads,
 )
 
@@ -323,11 +326,36 @@ def test_complete_state_is_salvaged_from_survivor_without_replicas(start_workers
     memories = [end.memory for end in local.fence(1, [1, 2]).values()]
     assert [(memory.step, memory.whole) for memory in memories] == [(5, True)] * 2
     assert local.vault.inventory() == []
-    saved = local.workers[2].call("salvage", local.vault.address())
+    saved = local.workers[2].call("salvage", local.vault.address(), 5)
     assert (saved.step, saved.world_size) == (5, 1)
     local.finish(2, [1, 3], Restore(5, (SlotRef(1, saved.rank, 5, NODE),)))
     check_results(local, last)
     assert carried(local, 1) == [[2, saved.rank, 5, 15]], "the only rank that was saved"
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_lost_vault_and_interrupted_step_lose_no_finished_step(start_workers, stage):
+    """One rank has ended the step in which the other one is interrupted, and the copies are lost
+    with their vault: that of the step before is in both ranks' memory."""
+    local = start_workers(2, stage, "recovery_jobs:train_torn")
+    local.form(1, [0, 1])
+    folder = Path(local.setup.output_dir)
+    deadline_s = time.monotonic() + 200
+    while not all((folder / f"voted-{rank}").exists() for rank in (0, 1)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    local.vault.close()
+    local.vault = Vault("job", NODE, no_other_nodes)
+    ends = local.fence(1, [0, 1])
+    left = {index: end.memory for index, end in ends.items()}
+    torn = recovery_jobs.TORN_STEP
+    assert (left[0].step, left[1].step) == (None if stage < 3 else torn, torn - 1), "it publishes"
+    source = select_recovery_step((), left, 2, None, Excluded())
+    assert source == FromWorkers(torn - 1, (0, 1))
+    for index in source.workers:
+        local.workers[index].call("salvage", local.vault.address(), source.step)
+    local.finish(2, [0, 1], local.slots(1, 2))
+    check_results(local)
 
 
 def test_errors_of_the_user_and_damaged_state_are_distinguished(start_workers, tmp_path):

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPl
 from torch.utils.data import DataLoader
 
 from rayzero.engine.comm.process_group import all_gather_objects
+from rayzero.engine.data.streams.positions import check_sampler
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import CollectiveError
 from rayzero.engine.state.metadata import capture_rng, restore_rng
@@ -32,6 +33,7 @@ from rayzero.workers.launch.kept_schedules import KeptSchedules
 from rayzero.workers.launch.read_batches import (
     Batch,
     advance_sampler,
+    check_ranks,
     cut_for,
     has_constant_batches,
     is_cut_by_sampler,
@@ -78,9 +80,12 @@ class OwnLoaders:
         known = [number for number, it in enumerate(self._readings) if it.loader is loader]
         number = known[0] if known else len(self._readings)
         if not known:
+            check_sampler(loader)
             self._readings.append(_Reading(loader, self, engine))
         reading = self._readings[number]
         reading.open(begin)
+        if self._found:
+            check_ranks(loader, self._found["ranks"])
         epoch, batches, rng = self._found.get("places", {}).get(str(number), (0, 0, None))
         if reading.epochs < epoch:
             with random_state_of(torch.get_rng_state()):

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
+from rayzero.engine.data.streams.positions import StreamSampler
+from rayzero.engine.data.way_out import way_out
 from rayzero.engine.engine import Engine
+from rayzero.engine.errors import DataError
 from rayzero.engine.tensor_tree import iter_tensors, map_tensors
 
 _OPTIONS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator")
@@ -102,8 +105,21 @@ def has_constant_batches(engine: Engine) -> bool:
 
 def is_cut_by_sampler(loader: Any, micro_batch: int) -> bool:
     """Whether a loader's batches are micro-batches that a DistributedSampler orders."""
-    own = type(loader.sampler) is DistributedSampler and type(loader.batch_sampler) is BatchSampler
+    own = type(loader.sampler) in (DistributedSampler, StreamSampler)
+    own = own and type(loader.batch_sampler) is BatchSampler
     return own and loader.batch_size == micro_batch
+
+
+def check_ranks(loader: Any, ranks: int) -> None:
+    """Raises DataError if an iterable was read on another number of ranks: which samples it yields
+    on a rank is known to the script alone."""
+    if isinstance(loader.dataset, IterableDataset) and ranks != dist.get_world_size():
+        raise DataError(
+            f"the iterable dataset {type(loader.dataset).__name__} was read by {ranks} ranks, now "
+            f"there are {dist.get_world_size()}: the script alone knows how to divide its rest",
+            "as many ranks as at the beginning, where a DataLoader reads an iterable",
+            f"the DataLoader's dataset: {way_out(loader.dataset)}",
+        )
 
 
 def cut_for(loader: Any, rank: int, ranks: int) -> None:

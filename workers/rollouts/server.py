@@ -79,13 +79,15 @@ class RolloutServer(MessageServer):
         """See `RolloutLedger.lose`."""
         self.call_soon(partial(self._change, partial(self._ledger.lose, worker)))
 
-    def counts(self, timeout_s: float) -> RolloutCounts:
-        """Counts what the buffer holds. Raises TimeoutError if the server does not answer."""
+    def counts(self) -> RolloutCounts:
+        """Counts what the buffer holds. Raises TimeoutError if the server does not answer within a
+        quarter of its limit, which the controller allows a vault, too: so one call waits at most,
+        and what was told before it is not lost."""
         counts: Future[RolloutCounts] = Future()
         self.call_soon(
             lambda: counts.set_result(replace(self._ledger.counts(), wait_s=tuple(self._wait_s)))
         )
-        return counts.result(timeout_s)
+        return counts.result(self._timeout_s / 4)
 
     # The methods below run on the server's thread.
 

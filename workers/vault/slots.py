@@ -286,6 +286,17 @@ class SlotWriter:
         )
         self._begun = False
 
+    def copy_version(self, other: SlotWriter) -> None:
+        """Copies the complete version of another buffer, of a state with the same index. Damage is
+        copied, too, and found by its checksum."""
+        header = other._header
+        start = header.metadata_offset
+        self.begin()
+        self.data[:] = other.data
+        self.constants_checksum = header.constants_checksum
+        metadata = other._map[start : start + header.metadata_bytes]
+        self.commit(header.step, metadata, False, header.checksums)
+
     def _write_header(self, header: SlotHeader) -> None:
         self._header = header
         self._map[:HEADER_BYTES] = header.encode()

@@ -198,7 +198,7 @@ class Vault:
         for worker in lost:
             rollouts.lose(worker)
         try:
-            return rollouts.counts(STORE_WAIT_S)
+            return rollouts.counts()
         except TimeoutError:
             raise VaultGoneError("the buffer of rollouts does not answer") from None
 

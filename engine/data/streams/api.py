@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.data.streams.positions import StreamDataset
 from rayzero.engine.data.streams.source import BlockStream, Mixture, StreamPart, Transform
 from rayzero.engine.errors import ConfigError, did_you_mean
 
@@ -20,7 +21,7 @@ def stream(
     transform: Transform | None = None,
     threads: int = _THREADS,
     read_timeout_s: float = _READ_TIMEOUT_S,
-) -> BlockStream:
+) -> StreamDataset:
     """A source of blocks as training data: each row once an epoch, in an order that depends on the
     job's seed and the position only, at any number of workers and through faults and resizes.
 
@@ -41,7 +42,7 @@ def stream(
         ConfigError: a number is not positive.
     """
     part = StreamPart(source, shuffle_window, transform)
-    return BlockStream((part,), cache_bytes, threads, read_timeout_s)
+    return StreamDataset((part,), cache_bytes, threads, read_timeout_s)
 
 
 def mix(
@@ -51,7 +52,7 @@ def mix(
     cache_bytes: int = _CACHE_BYTES,
     threads: int = _THREADS,
     read_timeout_s: float = _READ_TIMEOUT_S,
-) -> BlockStream:
+) -> StreamDataset:
     """A mixture of sources by weights: after any number of samples, each source has had its share
     of them, to within one sample.
 
@@ -89,7 +90,7 @@ def mix(
         {step: tuple(by_name.values()) for step, by_name in weights.items()},
         tuple((max_epochs or {}).get(name) for name in sources),
     )
-    return BlockStream(tuple(parts), cache_bytes, threads, read_timeout_s, mixture)
+    return StreamDataset(tuple(parts), cache_bytes, threads, read_timeout_s, mixture)
 
 
 def _check_names(where: str, given: Mapping[str, float], sources: Mapping[str, object]) -> None:

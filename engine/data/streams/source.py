@@ -168,8 +168,8 @@ class StreamSource(SampleSource):
         """These (source, turn) are next, ascending: plans their windows, and one more of each
         source.
 
-        A step may have rows of the end of a window and of the next one: so the former one is left
-        only when none are of it. All sources are planned together: none takes another one's memory.
+        A step may have rows of the end of a window and of the next one, on which no plan goes back.
+        All sources are planned together: none takes another one's memory.
         """
         turns: dict[int, list[int]] = {}
         for source, turn in by_block:
@@ -178,7 +178,8 @@ class StreamSource(SampleSource):
         for source, own in turns.items():
             order = self._order.orders[source]
             current = (order.window_of(own[0]), order.window_of(own[-1]))
-            if self._windows.get(source, (-1, -1)) < current:
+            known = self._windows.get(source, (-1, -1))
+            if known < current or current[0] < known[0] - 1:  # or positions begin anew
                 self._windows[source] = current
                 plans[source] = [
                     block

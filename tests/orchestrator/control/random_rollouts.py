@@ -15,6 +15,7 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
+from rayzero.engine.data.consumed import SAMPLES_PHASE
 from rayzero.orchestrator.machine import State
 from rayzero.workers.messages import Heartbeat
 from rayzero.workers.roles.view import TASKS_PHASE
@@ -184,6 +185,10 @@ class RolloutStateMachine(ControllerStateMachine):
         for group in self.groups.values():
             for worker in group.alive:
                 group.post(worker)
+        members = self.cluster.members
+        if members and not self.cluster.reads_from(members[0].assign.rollouts):
+            for process in members:
+                self.cluster.send_heartbeat(process.info.index, phase=SAMPLES_PHASE)
 
     def check_rollouts(self) -> None:
         """While nothing happens but time."""

@@ -83,8 +83,8 @@ async def test_state_is_salvaged_from_survivor_if_vaults_have_none(folder: Path)
     harness = await Harness(folder, cluster, workers=(2, 3)).trained(5)
     cluster._memory = lambda process: InProcessStateInfo(process.step, whole=True)  # type: ignore[method-assign]
 
-    async def salvage(worker: int, vault: str) -> SlotInfo:
-        slot = SlotInfo(1, 1, 1, 5, 64, pinned=False)
+    async def salvage(worker: int, vault: str, step: int) -> SlotInfo:
+        slot = SlotInfo(1, 1, 1, step, 64, pinned=False)
         cluster.vaults.by_node["a"].slots[1, 1, 5] = slot
         cluster.commands.append(("salvage", worker))
         return slot

@@ -13,6 +13,7 @@ from rayzero.orchestrator.errors import JobConfigError, JobFailedError
 from rayzero.orchestrator.facts import JobFacts
 from rayzero.orchestrator.job_events import RoleFault, RoleWorkerEnded, RoleWorkerReady
 from rayzero.orchestrator.machine import State
+from rayzero.orchestrator.role_facts import MAX_ROLE_ENTRIES
 from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.messages import Crashed, Finished, LogLine
 from rayzero.workers.vault.process_end import ProcessEnd
@@ -257,11 +258,14 @@ async def test_limits_stay_when_another_controller_continues(folder: Path):
 
 
 async def test_budget_goes_on_when_another_controller_continues(folder: Path):
-    past = JobFacts(1.0)
-    for at_s in (time.time() - 5000, time.time() - 20, time.time() - 10):
-        lost = RoleFault("rollout", 0, "lost", FakeRoleGroup().info(1), "killed", 0)
+    """However many faults it allows: more than the journal keeps to show."""
+    past, most = JobFacts(1.0), MAX_ROLE_ENTRIES + 20
+    worker = FakeRoleGroup().info(1)
+    for at_s in [time.time() - 5000] * MAX_ROLE_ENTRIES + [time.time() - 20] * most:
+        lost = RoleFault("rollout", 0, "lost", worker, "killed", 0, window_s=3600.0)
         past = past.apply(lost, at_s)
-    roles = {"rollout": ROLE | {"recovery": {"max_faults": 2, "fault_window_s": 3600}}}
+    assert len(past.roles["rollout"].seen_faults) == most
+    roles = {"rollout": ROLE | {"recovery": {"max_faults": most, "fault_window_s": 3600}}}
     harness = Harness(folder, past=reread(past), roles=roles)
     group = harness.roles["rollout"]
     await settle()
@@ -270,7 +274,7 @@ async def test_budget_goes_on_when_another_controller_continues(folder: Path):
     await harness.trained(2)
     group.lose(101)
     await settle()
-    failure = await harness.fails(JobFailedError, "had 3 faults within 3600 s")
+    failure = await harness.fails(JobFailedError, f"had {most + 1} faults within 3600 s")
     assert "role rollout" in failure.seen
 
 

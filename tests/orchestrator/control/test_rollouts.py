@@ -6,11 +6,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rayzero.orchestrator.job_events import Repaired
-from rayzero.orchestrator.machine import State
-from rayzero.workers.messages import Heartbeat
+import pytest
+
+from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
+from rayzero.orchestrator.job_events import Repaired, Resized
+from rayzero.orchestrator.machine import State, StopRequested
+from rayzero.workers.messages import Finished, Heartbeat, InProcessStateInfo
 from rayzero.workers.roles.view import TASKS_PHASE
-from tests.orchestrator.fake_cluster import FakeCluster
+from tests.orchestrator.fake_cluster import FakeCluster, FakeProcess
 from tests.orchestrator.fake_roles import FakeRoleGroup
 from tests.orchestrator.support import Harness, settle
 
@@ -76,6 +79,79 @@ async def test_lost_buffer_ends_the_generation_that_reads_from_it(folder: Path):
     heard = [buffer for buffer, _ in groupby(view.buffer for view in group.views[101])]
     assert heard == [lost, None, new]
     assert harness.controller.status().faults == {}, "no worker is at fault"
+
+
+async def test_lost_buffer_loses_no_step_that_all_ranks_have_finished(folder: Path):
+    """Where one rank has ended the next step, in which the others were interrupted."""
+    checkpoint = {"every_steps": 2}
+    harness, _ = await started(folder, "aa", checkpoint=checkpoint)
+    await harness.steps(2)
+    cluster = harness.cluster
+    ahead = cluster.processes[0]
+
+    def left(process: FakeProcess) -> InProcessStateInfo:
+        step = process.step + (process is ahead)
+        return InProcessStateInfo(step, whole=False, copies=(step - 1, step))
+
+    cluster._memory = left  # type: ignore[method-assign]
+    cluster.vaults.kill("a")
+    await settle()
+    await harness.steps(1)
+    repairs = [(it.cause, it.step, it.steps_redone) for it in harness.log.of(Repaired)]
+    assert repairs == [("rollouts", 3, 0)], "its copy of the step before is in its memory"
+    assert [it for it in cluster.commands if it[0] == "salvage"] == [("salvage", 0), ("salvage", 1)]
+
+
+async def test_function_that_returns_makes_no_more_samples(folder: Path):
+    """Its ranks would wait for ever."""
+    workers = {"min": 1, "max": 2, "start_timeout_s": 20.0}
+    roles = {"rollout": JOB["roles"]["rollout"] | {"workers": workers}}
+    harness = Harness(folder, FakeCluster("ab"), **(JOB | {"roles": roles}))
+    group = harness.roles["rollout"]
+    await settle()
+    group.start()
+    await settle()
+    await harness.trained(1)
+    group.post(101, Finished(0, 0, {}, {}, 1, None))
+    for _ in range(25):
+        await harness.clock.advance(1.0)
+    failure = await harness.fails(JobFailedError, "role rollout has 0 of at least 1 workers")
+    assert "in 1 more the function has returned" in failure.seen
+
+
+@pytest.mark.parametrize("stops", [False, True])
+async def test_resize_and_stop_interrupt_a_wait_for_samples(folder: Path, stops: bool):
+    """One rank waits for them, the other one for that rank: nobody makes any."""
+    checkpoint = {"every_steps": 100, "grace_period_s": 60.0}
+    harness, group = await started(folder, "aa", workers=(1, 2), checkpoint=checkpoint)
+    await harness.steps(2)
+    cluster = harness.cluster
+    group.lose(101)
+    await settle()
+    if stops:
+        harness.controller.post_event(StopRequested())
+    else:
+        harness.controller.scale(1, 1)
+    began_s = harness.clock.now()
+    for waits in (False, True):
+        assert [it.assign.generation for it in cluster.members] == [1, 1]
+        assert not [it for it in cluster.commands if it[0] == "fence"]
+        for _ in range(10):
+            phase = "samples" if waits else "data"
+            cluster.send_heartbeat(0, step=4, phase=phase)
+            cluster.send_heartbeat(1, step=4, phase="forward", waiting=True)
+            await harness.clock.advance(1.0)
+    assert len([it for it in cluster.commands if it[0] == "fence"]) == 2
+    if stops:
+        assert harness.run.done()
+        with pytest.raises(JobStoppedError, match="stopped after step 3"):
+            await harness.run
+        assert harness.clock.now() - began_s < 30, "checkpoint.grace_period_s is not used up"
+        return
+    await harness.steps(1)
+    assert [it.assign.world_size for it in cluster.members] == [1]
+    assert [(it.step, it.world_size) for it in harness.log.of(Resized)] == [(3, 1)]
+    assert not harness.log.of(Repaired)
 
 
 async def test_another_vault_may_be_lost(folder: Path):

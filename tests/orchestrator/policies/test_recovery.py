@@ -67,6 +67,23 @@ def test_newer_state_in_memory_is_salvaged():
     assert select(in_process={4: shard, 5: InProcessStateInfo(8, whole=False)}) is None
 
 
+def test_step_that_only_some_ranks_have_ended_is_given_up():
+    """The others were interrupted in it: the copies of the step before are in memory."""
+    ended = InProcessStateInfo(9, whole=False, copies=(8, 9))
+    interrupted = InProcessStateInfo(8, whole=False, copies=(7, 8))
+    assert select(in_process={4: ended, 5: interrupted}) == FromWorkers(8, (4, 5))
+    within = InProcessStateInfo(None, whole=False, copies=(7, 8))
+    assert select(in_process={4: ended, 5: within}) == FromWorkers(8, (4, 5))
+    assert select(version(1, 8), {4: ended, 5: within}) == Restore(8, refs(1, 8, "a", "a"))
+    assert select(in_process={4: ended}) is None
+    without = InProcessStateInfo(None, whole=False)
+    assert select(in_process={4: ended, 5: without}, stored=CHECKPOINT) == Restore(
+        6, checkpoint="/runs/step-6"
+    )
+    whole = InProcessStateInfo(9, whole=True, copies=(8, 9))
+    assert select(in_process={4: interrupted, 5: whole}) == FromWorkers(9, (5,))
+
+
 def test_newer_checkpoint_is_selected():
     restore = Restore(6, checkpoint="/runs/step-6")
     assert select(version(1, 5), stored=CHECKPOINT) == restore

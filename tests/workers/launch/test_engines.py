@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.workers.launch.support import PlainRuns, make_workers, read_notes
+from rayzero.workers.messages import Crashed
+from tests.workers.launch.support import (
+    SCRIPTS,
+    PlainRuns,
+    make_workers,
+    read_notes,
+    run_script,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +41,39 @@ def test_script_of_two_engines_goes_on_where_it_is(
     found = read_notes(tmp_path, "weights", 0)
     assert [_flat(it) for it in found] == [pytest.approx(_flat(it), rel=1e-9) for it in expected]
     assert [len(read_notes(tmp_path, "entries", rank)) for rank in (0, 1)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("each", "step", "place"),
+    [(False, -1, ""), (False, 3, "between"), (False, 5, "generator"), (True, 8, "between")],
+)
+def test_gan_with_accelerate_is_plain_torchs(
+    tmp_path: Path, each: bool, step: int, place: str
+) -> None:
+    """Its two models, optimizers and a schedule in one call of `prepare`, or in one each."""
+    alone, launched = tmp_path / "alone", tmp_path / "launched"
+    options = ["--each"] * each
+    alone.mkdir()
+    command = [sys.executable, str(SCRIPTS / "accelerated_gan.py"), "--alone", *options]
+    environment = os.environ | {"RANK": "0"}
+    subprocess.run([*command, "--out", str(alone)], env=environment, check=True, timeout=240)
+    killed = step >= 0
+    run_script(launched, "accelerated_gan.py", *options, "--kill", str(step), place)
+    assert (launched / "killed").exists() is killed
+    expected = read_notes(alone, "weights", 0)
+    found = read_notes(launched, "weights", 0)
+    assert [_flat(it) for it in found] == [pytest.approx(_flat(it), rel=1e-9) for it in expected]
+    assert len(read_notes(launched, "entries", 0)) == 1, "the survivor stays in its loop"
+
+
+def test_second_model_is_refused_where_it_would_be_another_ones(tmp_path: Path) -> None:
+    """Accelerate puts the last of several models in the place of all, with a DeepSpeed config."""
+    args = ("--out", str(tmp_path), "--config")
+    with closing(make_workers(tmp_path, "accelerated_gan.py", *args, count=1)) as local:
+        local.form(1, [0])
+        crash = local.wait_end(0, 1)
+    assert isinstance(crash, Crashed)
+    assert "accelerator.prepare was called with 2 models and a DeepSpeed config" in crash.error
 
 
 def _flat(value: object) -> list[float]:

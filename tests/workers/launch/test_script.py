@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import rayzero.data
 from rayzero.engine.checkpoint.reader import CheckpointSource
 from rayzero.workers.messages import (
     Crashed,
@@ -21,6 +22,7 @@ from rayzero.workers.messages import (
 from tests.support.nccl_like.settings import from_environment
 from tests.support.scripts import run_script
 from tests.workers.event_controller import Event, EventController, fault
+from tests.workers.launch.scripts.common import Blocks
 from tests.workers.launch.support import (
     SCRIPTS,
     PlainRuns,
@@ -30,6 +32,7 @@ from tests.workers.launch.support import (
 )
 from tests.workers.launch.support import read_notes as read
 from tests.workers.launch.support import run_script as run
+from tests.workers.local_controller import LocalController
 
 pytestmark = pytest.mark.slow
 SAMPLES, EPOCHS = 24, 3  # of own_loop.py
@@ -273,7 +276,10 @@ def test_script_without_a_config_equals_ddp_and_goes_on_after_a_kill(name: str, 
         ("accelerated_loop.py", "--generator", "update"),
         ("hf_trainer.py", "", "update"),
         ("hf_trainer.py", "--every 100 --dropout 0.2", "mirror"),
+        ("hf_trainer.py", "--every 100 --data stream", "update"),
+        ("accelerated_loop.py", "--data stream", "update"),
         ("own_loader.py", "--epochs 2 --dropout 0", "update"),
+        ("own_loader.py", "--epochs 2 --dropout 0 --data stream", "update"),
         ("own_loader.py", "--epochs 2 --dropout 0", "mirror"),
         ("accelerated_loop.py", "", "mirror"),
     ],
@@ -309,6 +315,58 @@ def test_loop_stays_while_ranks_are_replaced_and_lost(
     assert weight_difference(plain, folder) <= 1e-9
     if name == "hf_trainer.py":
         assert read_log(folder) == read_log(plain)
+    if "stream" in option:
+        check_order_of_stream(folder, 32)
+
+
+def check_order_of_stream(folder: Path, samples: int) -> None:
+    """Each step has the samples at its positions, in the order of the stream alone."""
+    order = rayzero.data.stream(Blocks(samples), 3).order(3, 1)  # the seed of the jobs here
+    used: dict[int, list[int]] = {}
+    for _, step, numbers in sorted(read(folder, "used")):
+        used.setdefault(step, []).extend(numbers)
+    for step, numbers in used.items():  # of a step that was run again, the last ones
+        assert sorted(numbers[-4:]) == sorted(order.indices(4 * step, 4).tolist()), step
+
+
+ITERABLE = ("--data", "iterable")
+
+
+def test_accelerate_reads_an_iterable_again_behind_what_is_trained_on(
+    plain_runs: PlainRuns, tmp_path: Path
+):
+    """In its second epoch, which has another order; one rank is left."""
+    plain, killed = plain_runs("accelerated_loop.py", *ITERABLE), tmp_path / "killed"
+    run(killed, "accelerated_loop.py", *ITERABLE, "--kill-at", "8")
+    check_continued(plain, killed)
+    assert len(read(killed, "entries", 0)) == 2
+
+
+def test_trainer_reads_an_iterable_again_in_its_first_epoch(plain_runs: PlainRuns, tmp_path: Path):
+    args = (*ITERABLE, "--steps", "12", "--every", "100")
+    whole = (*args, "--samples", "48")
+    run(tmp_path / "killed", "hf_trainer.py", *whole, "--kill-at", "5")
+    assert weight_difference(plain_runs("hf_trainer.py", *whole), tmp_path / "killed") <= 1e-9
+    late = find_error(tmp_path / "late", "hf_trainer.py", *args, "--kill-at", "8")
+    assert "has ended before step 8" in late
+    assert "fix: train_dataset: rayzero.data.stream(" in late
+
+
+def find_error(folder: Path, name: str, *args: str) -> str:
+    """The error with which a script ends that is run again on what is left of two workers."""
+    folder.mkdir()
+    with closing(make_workers(folder, name, "--out", str(folder), *args)) as local:
+        controller = LocalController(local)
+        controller.run(240)
+    (wrong,) = controller.wrong
+    assert (folder / "killed").exists()
+    return wrong
+
+
+def test_iterable_that_ranks_have_divided_is_refused_on_other_ranks(tmp_path: Path):
+    error = find_error(tmp_path / "own", "own_loader.py", *ITERABLE, "--kill", "1", "8")
+    assert "Iterable was read by 2 ranks, now there are 1" in error
+    assert "fix: the DataLoader's dataset: rayzero.data.stream(" in error
 
 
 def checkpointed_steps(folder: Path, name: str) -> list[int]:

@@ -215,7 +215,7 @@ def test_ranks_that_wait_for_samples_leave_when_they_are_fenced(tmp_path: Path) 
             job.may_work.clear()
         elif generation == 2 and job.phases()[0] == "data":
             job.may_work.set()
-        is_starving = job.buffer.server.counts(LIMIT_S).ready == 0
+        is_starving = job.buffer.server.counts().ready == 0
         waits = is_starving and job.phases() == ["data", "data"]
         if waits and not job.may_work.is_set() and not was_killed.is_set():
             was_killed.set()

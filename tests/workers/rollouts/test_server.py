@@ -303,7 +303,7 @@ def issued(buffer: Buffer) -> RolloutLog:
 
 def issue_more(buffer: Buffer, log: RolloutLog) -> None:
     """Reads what is not there until the buffer has got more prompts, and is interrupted then."""
-    stop, before = Event(), buffer.server.counts(LIMIT_S).waiting
+    stop, before = Event(), buffer.server.counts().waiting
 
     def check() -> None:
         if stop.is_set():
@@ -312,12 +312,12 @@ def issue_more(buffer: Buffer, log: RolloutLog) -> None:
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(log.read, 0, 1, check)
         until_s = monotonic() + LIMIT_S
-        while buffer.server.counts(LIMIT_S).waiting == before and monotonic() < until_s:
+        while buffer.server.counts().waiting == before and monotonic() < until_s:
             pass
         stop.set()
         with pytest.raises(Stopped):
             reading.result(LIMIT_S)
-    assert buffer.server.counts(LIMIT_S).waiting > before
+    assert buffer.server.counts().waiting > before
 
 
 def test_seconds_that_workers_wait_are_counted_by_stage() -> None:
@@ -331,7 +331,7 @@ def test_seconds_that_workers_wait_are_counted_by_stage() -> None:
         client = RolloutClient(lambda: address, LIMIT_S)
         client.call("take", 1, 7, 1, [], 0.0, check=go_on)
         client.close()
-        first, second = server.counts(LIMIT_S).wait_s
+        first, second = server.counts().wait_s
         assert first == 0
         assert second >= 1
     finally:
@@ -404,7 +404,7 @@ def test_extended_tasks_stay() -> None:
         first.extend()
         buffer.now_s = 18.0
         assert next(buffer.tasks(2)).prompts == second.prompts
-        assert buffer.server.counts(LIMIT_S).leased == (2,)
+        assert buffer.server.counts().leased == (2,)
         assert first.done([["a", "b"]])
 
 
@@ -446,7 +446,7 @@ def test_a_request_whose_connection_was_lost_takes_nothing() -> None:
             first = pool.submit(next, again)
             issued(buffer)
             assert first.result(LIMIT_S).done([["a", "b"]])
-        assert buffer.server.counts(LIMIT_S).leased == (0,)
+        assert buffer.server.counts().leased == (0,)
         assert next(buffer.tasks(2)).done([["a", "b"]])
 
 

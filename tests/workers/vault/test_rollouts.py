@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Event
+
 import pytest
 
 from rayzero.engine.errors import DataError
@@ -37,6 +39,15 @@ def test_buffer_is_opened_told_and_closed(cluster: VaultCluster) -> None:
     assert another != address
     assert vault.update_rollouts(3, 1, ()).leased == (0,), "it is empty"
     client.close()
+    impatient, continues = vault.open_rollouts(PLAN, HOST, 0.4), Event()
+    vault._rollouts.call_soon(continues.wait)  # type: ignore[union-attr]
+    with pytest.raises(VaultGoneError, match="does not answer"):
+        vault.update_rollouts(4, 2, ())
+    continues.set()
+    reader = RolloutClient(lambda: impatient, LIMIT_S)
+    taken, _ = reader.call("take", 0, 8, 1, [], 0.0, check=lambda: None)
+    assert taken["version"] == [4, 2], "it was told"
+    reader.close()
     quick = RolloutClient(lambda: address, 0.1)
     with pytest.raises(DataError, match="has not answered"):
         quick.call("take", 0, 7, 1, [], 0.0, check=lambda: None)

@@ -14,9 +14,11 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DataLoaderConfiguration, DeepSpeedPlugin, ProjectConfiguration
-from common import Rows, kill_once, note
+from common import Blocks, Iterable, Rows, kill_once, note
 from torch import nn
 from torch.utils.data import DataLoader
+
+import rayzero.data
 
 
 def main() -> None:
@@ -33,6 +35,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--width", type=int, default=4)
     parser.add_argument("--generator", action="store_true", help="orders the samples")
+    parser.add_argument("--data", choices=["", "stream", "iterable"], default="")
     parser.add_argument("--pace-s", type=float, default=0.0)
     args = parser.parse_args()
     note(args.out, "entries", time.time())
@@ -56,7 +59,16 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: 1 / (1 + 0.1 * (step // 2))
     )
-    loader = DataLoader(Rows(args.samples), batch_size=2, shuffle=True)
+    rows_of_all = Rows(args.samples)
+    data = rayzero.data.stream(
+        Blocks(args.samples), 3, transform=lambda row: rows_of_all[row["number"]]
+    )
+    if args.data == "stream":
+        loader = DataLoader(data, batch_size=2, sampler=rayzero.data.StreamSampler(data))
+    elif args.data == "iterable":
+        loader = DataLoader(Iterable(rows_of_all), batch_size=2)
+    else:
+        loader = DataLoader(rows_of_all, batch_size=2, shuffle=True)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     begun, skipped = 0, 0
     if args.resume is not None:  # as accelerate's complete_nlp_example.py

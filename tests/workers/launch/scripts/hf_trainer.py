@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import kill_once, note
+from common import Blocks, Iterable, kill_once, note
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+import rayzero.data
 
 LENGTH, VOCABULARY = 8, 61
 USED: list[tuple[int, list[Any]]] = []
@@ -111,6 +113,8 @@ parser.add_argument("--plain", action="store_true", help="no config")
 parser.add_argument("--resume", help="a checkpoint of Trainer's")
 parser.add_argument("--samples", type=int, default=24)
 parser.add_argument("--epochs", type=int, default=2)
+parser.add_argument("--steps", type=int, default=-1)
+parser.add_argument("--data", choices=["", "stream", "iterable"], default="")
 parser.add_argument("--every", type=int, default=4, help="steps between evaluations and saves")
 parser.add_argument("--width", type=int, default=16)
 parser.add_argument("--layers", type=int, default=2)
@@ -130,6 +134,13 @@ config = {
     **dict.fromkeys((*names, "gradient_clipping"), "auto"),
     "zero_optimization": {"stage": options.stage},
 }
+DATA: dict[str, Any] = {
+    "": Tokens,
+    "stream": lambda: rayzero.data.stream(
+        Blocks(options.samples), shuffle_window=3, transform=lambda row: Tokens()[row["number"]]
+    ),
+    "iterable": lambda: Iterable(Tokens()),
+}
 trainer = KilledTrainer(
     model=Model(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0)).double(),
     args=TrainingArguments(
@@ -138,6 +149,7 @@ trainer = KilledTrainer(
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2 // int(os.environ["WORLD_SIZE"]),  # of the first entry
         num_train_epochs=options.epochs,
+        max_steps=options.steps,
         learning_rate=options.lr,
         adam_epsilon=1e-2,  # some gradients are zero but for rounding, which Adam would scale up
         lr_scheduler_type="linear",
@@ -154,7 +166,7 @@ trainer = KilledTrainer(
         remove_unused_columns=False,
         label_names=["labels"],
     ),
-    train_dataset=Tokens(),
+    train_dataset=DATA[options.data](),
     eval_dataset=Tokens(),
     callbacks=[Watch(options.kill_at)],
 )

@@ -16,9 +16,11 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from common import Rows, kill_once, note
+from common import Blocks, Iterable, Rows, kill_once, note
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, Subset
+
+import rayzero.data
 
 SAMPLES, BATCH, EPOCHS = 24, 4, 4
 
@@ -36,7 +38,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kill", type=int, nargs=2, default=[-1, -1], help="rank and step")
-    parser.add_argument("--data", choices=["distributed", "part"], default="distributed")
+    parser.add_argument(
+        "--data", choices=["distributed", "part", "stream", "iterable"], default="distributed"
+    )
     parser.add_argument("--samples", type=int, default=SAMPLES)
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--pace-s", type=float, default=0.0, help="until a file `fast` is there")
@@ -71,6 +75,16 @@ def main() -> None:
     if args.data == "distributed":
         sampler = DistributedSampler(rows_of_all, ranks, rank, seed=3)
         loader = DataLoader(rows_of_all, sampler=sampler, **options)
+    elif args.data == "stream":
+        stream = rayzero.data.stream(
+            Blocks(args.samples), 3, transform=lambda row: rows_of_all[row["number"]]
+        )
+        sampler = rayzero.data.StreamSampler(stream, ranks, rank)
+        loader = DataLoader(stream, sampler=sampler, **options)
+    elif args.data == "iterable":
+        sampler = None
+        part = Iterable(Subset(rows_of_all, range(rank, args.samples, ranks)))
+        loader = DataLoader(part, **options)
     else:
         sampler = None
         part = Subset(rows_of_all, range(rank, args.samples, ranks))

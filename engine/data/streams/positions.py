@@ -1,0 +1,120 @@
+"""Streams as map-style datasets of their positions, for torch's DataLoader and what is built on it.
+
+Item p is the sample at position p; epoch follows epoch without an end. What cuts positions for
+ranks, skips them and reads them again does so for a stream, too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from torch.utils.data import Dataset, DistributedSampler, RandomSampler
+
+from rayzero.engine.data.sampling import MicroBatch, TrainingProgress
+from rayzero.engine.data.streams.source import BlockStream, Register, StreamSource
+from rayzero.engine.errors import ConfigError
+from rayzero.engine.session import current_session
+
+
+class StreamDataset(BlockStream, Dataset[Any]):
+    """What `stream` and `mix` return: `training_data`, or the dataset of a DataLoader that reads
+    its positions in ascending order: with a `StreamSampler`, or without a sampler.
+
+    Positions have no steps, so no rows are sorted by block: `order(seed, 1)`. Each process reads
+    all blocks for itself.
+    """
+
+    def __len__(self) -> int:
+        """The samples of an epoch."""
+        return self._source().length
+
+    def __iter__(self) -> Iterator[Any]:
+        """The samples of the first epoch."""
+        return (self[position] for position in range(len(self)))
+
+    def __getitem__(self, position: int) -> Any:
+        return self.__getitems__([position])[0]
+
+    def __getitems__(self, positions: Sequence[int]) -> list[Any]:
+        """The samples at some positions, from 0. Raises as `StreamSource.read`."""
+        source, samples = self._source(), list[Any]()
+        for start, count in _ranges(positions):
+            if start < 0:
+                raise IndexError(f"position {start} of a stream, whose first one is 0")
+            part = MicroBatch(0, count, 1.0)
+            samples += source.read(start, part, is_last=False, check=lambda: None)[1]
+        return samples
+
+    def keep_identity(self, register: Register) -> None:
+        """Registers what the order depends on with a training state: it is compared when that is
+        loaded."""
+        self._make_source((os.getpid(), self._find_seed()), register)
+
+    def __getstate__(self) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return values | {"_seed": self._find_seed()}
+
+    @cached_property
+    def _sources(self) -> dict[tuple[int, int], StreamSource]:
+        """By process and seed: a forked process neither uses nor frees those of its parent, whose
+        locks may be held."""
+        return {}
+
+    def _source(self) -> StreamSource:
+        key = os.getpid(), self._find_seed()
+        return self._sources.get(key) or self._make_source(key, lambda *_: None)
+
+    def _make_source(self, key: tuple[int, int], register: Register) -> StreamSource:
+        _, seed = key
+        made = StreamSource(self, seed, TrainingProgress(global_batch=1), register)
+        self._sources[key] = made
+        return made
+
+    def _find_seed(self) -> int:
+        """The job's; in a thread or a process that does not know it, the one that was found
+        before, which is sent with the stream."""
+        if (session := current_session()) is not None:
+            vars(self)["_seed"] = session.seed
+        return int(vars(self).get("_seed", 0))
+
+
+class StreamSampler(DistributedSampler[Any]):
+    """The positions of an epoch of a stream, one after another; or every so manieth of them, as one
+    of `num_replicas` ranks. After `set_epoch`, which Accelerate and Trainer call by themselves,
+    those of that epoch, in which the samples have another order."""
+
+    def __init__(self, stream: StreamDataset, num_replicas: int = 1, rank: int = 0) -> None:
+        super().__init__(stream, num_replicas, rank, shuffle=False)
+
+    def __iter__(self) -> Iterator[int]:
+        samples = len(self.dataset)  # type: ignore[arg-type]
+        for number in range(self.rank, self.total_size, self.num_replicas):
+            yield self.epoch * samples + number % samples  # all ranks have as many
+
+
+def check_sampler(loader: Any) -> None:
+    """Raises ConfigError if a DataLoader reads a stream in random order: each of its blocks would
+    be read for a few rows at a time."""
+    own = loader.sampler
+    shuffles = (
+        own.shuffle if isinstance(own, DistributedSampler) else isinstance(own, RandomSampler)
+    )
+    if shuffles and isinstance(loader.dataset, StreamDataset):
+        raise ConfigError(
+            f"a DataLoader shuffles a stream ({type(own).__name__})",
+            "the order of the stream, which is shuffled: see shuffle_window",
+            "leave shuffle out; sampler=rayzero.data.StreamSampler(stream) changes the order from "
+            "epoch to epoch",
+        )
+
+
+def _ranges(positions: Sequence[int]) -> list[tuple[int, int]]:
+    """Where ranges of consecutive positions begin, and their lengths."""
+    breaks = [at for at, (one, other) in enumerate(pairwise(positions), 1) if other != one + 1]
+    edges = [0, *breaks, len(positions)]
+    return [(positions[begin], end - begin) for begin, end in pairwise(edges) if end > begin]
