@@ -58,6 +58,7 @@ class Plan:
     batch: int
     micro_batch: int
     window: int
+    threads: int  # that read blocks, of a rank
     ranks: int = 2
 
     @property
@@ -122,11 +123,13 @@ class Stream:
     """This rank's half of an epoch, and the end of what is read ahead: as much was read before."""
 
     def __init__(self, folder: Path, rank: int, plan: Plan) -> None:
-        own_window = plan.window * plan.rows * TOKENS * 4 // plan.ranks
+        block = plan.rows * TOKENS * 4
+        own_blocks = 2 * plan.window // plan.ranks + 1
         described = rayzero.data.stream(
             rayzero.data.blocks(folder),
             shuffle_window=plan.window,
-            cache_bytes=own_window * 5 // 2,  # no block stays until the next epoch
+            threads=plan.threads,
+            cache_bytes=int(1.01 * own_blocks * block),  # so none stays until the next epoch
         )
         self._progress = TrainingProgress(global_batch=plan.batch, micro_batch=plan.micro_batch)
         self._source = StreamSource(described, 0, self._progress, lambda *_: None)
@@ -242,12 +245,13 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--column", choices=COLUMNS, default="fixed")
     parser.add_argument("--cold", action="store_true", help="without the page cache's files")
-    parser.add_argument("--files", type=int, default=4)
+    parser.add_argument("--files", type=int, default=8)
     parser.add_argument("--groups", type=int, default=16, help="row groups of a file")
     parser.add_argument("--rows", type=int, default=2048, help="of a row group")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--micro-batch", type=int, default=128)
     parser.add_argument("--window", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=4, help="that read blocks, of a rank")
     parser.add_argument("--json", type=Path, help="write the result there")
     given = vars(parser.parse_args())
     path = given.pop("json")

@@ -11,7 +11,7 @@ from itertools import chain, zip_longest
 from time import monotonic
 
 from rayzero.engine.data.streams.block import BlockSource
-from rayzero.engine.data.streams.rows import Block
+from rayzero.engine.data.streams.rows import BlockInMemory
 from rayzero.engine.errors import DataError, RayzeroError
 
 log = logging.getLogger("rayzero.engine")
@@ -54,7 +54,7 @@ class BlockCache:
         self._timeout_s = timeout_s
         # The lock of all below.
         self._changed = threading.Condition()
-        self._blocks: OrderedDict[Key, Block] = OrderedDict()  # the longest unused first
+        self._blocks: OrderedDict[Key, BlockInMemory] = OrderedDict()  # the longest unused first
         self._held_bytes = 0
         self._errors: dict[Key, Exception] = {}
         self._reading: dict[Key, int] = {}  # with the estimated bytes
@@ -75,7 +75,7 @@ class BlockCache:
                     del self._errors[key]
             self._start_readers()
 
-    def get(self, key: Key, check: Callable[[], None]) -> Block:
+    def get(self, key: Key, check: Callable[[], None]) -> BlockInMemory:
         """Returns a block, which is in use from now on.
 
         Args:
@@ -196,7 +196,7 @@ class BlockCache:
                 self._limit_bytes / 2**20,
             )
 
-    def _read_checked(self, key: Key) -> Block:
+    def _read_checked(self, key: Key) -> BlockInMemory:
         source, block = key
         try:
             table = self._sources[source].read(block)
@@ -214,7 +214,7 @@ class BlockCache:
                 "was made",
                 fix="keep the files of a stream as they are, and make it anew where they changed",
             )
-        read = Block(table)
+        read = BlockInMemory(table)
         nbytes = read.nbytes
         if nbytes > self._limit_bytes:
             raise DataError(

@@ -48,7 +48,7 @@ def map_blocks(
 
 
 class MappedBlocks:
-    """What `map_blocks` returns."""
+    """The source that `map_blocks` returns."""
 
     def __init__(
         self,

@@ -114,7 +114,7 @@ def check_sampler(loader: Any) -> None:
 
 
 def _ranges(positions: Sequence[int]) -> list[tuple[int, int]]:
-    """Where ranges of consecutive positions begin, and their lengths."""
+    """The first position and the length of each range of consecutive ones."""
     breaks = [at for at, (one, other) in enumerate(pairwise(positions), 1) if other != one + 1]
     edges = [0, *breaks, len(positions)]
     return [(positions[begin], end - begin) for begin, end in pairwise(edges) if end > begin]

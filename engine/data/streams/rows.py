@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 Integers = NDArray[np.int64]
 
 
-class Block:
+class BlockInMemory:
     """A block in memory.
 
     Attributes:
@@ -40,7 +40,7 @@ class Block:
 class BlockRows:
     """Some rows of a block, and where they are in a micro-batch. Both int64, shape (rows,)."""
 
-    block: Block
+    block: BlockInMemory
     rows: Integers
     positions: Integers
 
@@ -73,7 +73,7 @@ class RowBatch(Sequence[dict[str, Any]]):
         return self._samples[index]
 
     def collate(self) -> Any:
-        """What torch's `default_collate` makes of the samples."""
+        """The batch that torch's `default_collate` makes of the samples."""
         names = self._parts[0].block.table.column_names
         if any(part.block.table.column_names != names for part in self._parts):
             return default_collate(list(self))
@@ -122,7 +122,7 @@ def _as_array(column: pa.ChunkedArray) -> NDArray[Any] | None:
     chunk = column.chunk(0)
     if isinstance(kind, pa.FixedShapeTensorType):
         return chunk.to_numpy_ndarray()  # type: ignore[no-any-return]
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+    if (pa.types.is_integer(kind) and kind != pa.uint64()) or pa.types.is_floating(kind):
         return chunk.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
     if not _has_numbers(kind) or not len(chunk):
         return None

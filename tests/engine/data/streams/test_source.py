@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import rayzero
 import rayzero.data
 from rayzero.engine.data.sampling import StepSplit, assign_step
-from rayzero.engine.data.streams.rows import Block, BlockRows, RowBatch
+from rayzero.engine.data.streams.rows import BlockInMemory, BlockRows, RowBatch
 from rayzero.engine.errors import ConfigError, DataError, EngineError
 from tests.engine.data.streams.memory import MemorySource, make_source, read_step
 
@@ -230,7 +230,7 @@ def test_columns_become_numbers_arrays_and_text() -> None:
         }
     )
     columns = {
-        name: BlockRows(Block(table), np.arange(3), np.arange(3)).column(name)
+        name: BlockRows(BlockInMemory(table), np.arange(3), np.arange(3)).column(name)
         for name in table.column_names
     }
     ids = columns["ids"]
@@ -263,8 +263,8 @@ def many_columns(rows: int, seed: int, lists: pa.DataType) -> pa.Table:
 @pytest.mark.parametrize("positions", [([0, 1, 2], [3, 4]), ([0, 2, 4], [1, 3])])
 def test_a_batch_is_what_torch_collates(lists: pa.DataType, positions: Any) -> None:
     """Of two blocks, one of which is a part of a table; adjacent, or mixed."""
-    first = Block(many_columns(10, 1, lists))
-    second = Block(many_columns(20, 2, lists).slice(4, 10))
+    first = BlockInMemory(many_columns(10, 1, lists))
+    second = BlockInMemory(many_columns(20, 2, lists).slice(4, 10))
     parts = [
         BlockRows(first, np.array([3, 1, 9]), np.array(positions[0])),
         BlockRows(second, np.array([0, 4]), np.array(positions[1])),
@@ -287,7 +287,7 @@ def test_a_batch_is_what_torch_collates(lists: pa.DataType, positions: Any) -> N
 
 def test_rows_that_are_no_batch_are_refused_by_torch() -> None:
     table = pa.table({"ids": pa.array([[1, 2], [3]])})
-    batch = RowBatch([BlockRows(Block(table), np.arange(2), np.arange(2))])
+    batch = RowBatch([BlockRows(BlockInMemory(table), np.arange(2), np.arange(2))])
     with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
         batch.collate()
 
