@@ -35,7 +35,8 @@ def stream(
             (N - 1) / shuffle_window of all blocks are read once more.
         cache_bytes: of the blocks in a worker's memory, at most.
         transform: makes a sample of the dict of a row, in the thread that reads ahead.
-        threads: the most that read blocks, in each worker.
+        threads: the most that read blocks, in each worker. On local disks without spare cores, one
+            takes the least processor time.
         read_timeout_s: how long one block may take.
 
     Raises:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from time import monotonic
 
 from rayzero.engine.data.streams.block import BlockSource
@@ -29,6 +29,15 @@ class CacheCounters:
     reads: int = 0
     hits: int = 0
     peak_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class ReadAhead:
+    """The blocks that a source needs now, and those that it needs from a step on."""
+
+    now: Sequence[int]
+    later: Sequence[int]
+    due_step: float
 
 
 class BlockCache:
@@ -61,16 +70,19 @@ class BlockCache:
         self._wanted: list[Key] = []
         # By source: the blocks in use, and how often each was read since it is.
         self._plans: dict[int, dict[Key, int]] = {}
+        self._ahead: dict[int, ReadAhead] = {}
         self._warned = False
         self._row_bytes: dict[int, float] = {}  # by source: the most of a block that was read
 
-    def plan(self, blocks: Mapping[int, Sequence[int]]) -> None:
-        """These blocks of each source are in use from now on, and are read ahead in this order."""
+    def plan(self, plans: Mapping[int, ReadAhead]) -> None:
+        """These blocks of each source are in use from now on. Those that are needed now are read
+        first, of the sources in turn; then the others, of the source that needs them first."""
         with self._changed:
-            for source, own in blocks.items():
+            for source, own in plans.items():
                 former = self._plans.get(source, {})
-                keys = [(source, block) for block in own]
+                keys = [(source, block) for block in (*own.now, *own.later)]
                 self._plans[source] = {key: former.get(key, 0) for key in keys}
+                self._ahead[source] = own
                 for key in [it for it in self._errors if it[0] == source and it not in keys]:
                     del self._errors[key]
             self._start_readers()
@@ -103,7 +115,7 @@ class BlockCache:
     def close(self) -> None:
         """Drops the blocks; what is being read is read to its end, and dropped."""
         with self._changed:
-            self._plans, self._wanted = {}, []
+            self._plans, self._wanted, self._ahead = {}, [], {}
             self._blocks.clear()
             self._held_bytes = 0
 
@@ -136,10 +148,8 @@ class BlockCache:
             key = self._wanted.pop(0)
             self._make_room(self._estimate(key), in_use_too=True)
             return key
-        # The sources in turn: each needs its current window before another one its next.
-        for key in chain.from_iterable(zip_longest(*self._plans.values())):
-            is_done = key in self._blocks or key in self._reading or key in self._errors
-            if key is None or is_done:
+        for key in self._sequence():
+            if key in self._blocks or key in self._reading or key in self._errors:
                 continue
             # The first block of a source tells how large its others are.
             if key[0] not in self._row_bytes and any(key[0] == it for it, _ in self._reading):
@@ -147,6 +157,14 @@ class BlockCache:
             has_room = self._make_room(self._estimate(key), in_use_too=False)
             return key if has_room else None
         return None
+
+    def _sequence(self) -> Iterator[Key]:
+        """The planned blocks in the sequence in which they are read."""
+        now = ([(it, block) for block in own.now] for it, own in self._ahead.items())
+        for keys in zip_longest(*now):
+            yield from (key for key in keys if key is not None)
+        for source, own in sorted(self._ahead.items(), key=lambda it: it[1].due_step):
+            yield from ((source, block) for block in own.later)
 
     def _make_room(self, nbytes: int, *, in_use_too: bool) -> bool:
         """Drops blocks until there is room, and returns whether there is. Needs the lock."""

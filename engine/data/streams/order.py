@@ -116,13 +116,18 @@ class BlockOrder:
         epoch, within = divmod(turn, len(self.counts))
         return epoch * self._windows + within // self.window
 
+    def window_start(self, window: int) -> int:
+        """The position of its first row."""
+        epoch, within = divmod(window, self._windows)
+        layout, first, _ = self._bounds(epoch, within)
+        return epoch * self.length + int(layout.starts[first])
+
     def blocks_of_window(self, window: int, begin: float, end: float) -> list[int]:
         """The blocks with the rows from one share of a step to another one, in their order."""
         epoch, within = divmod(window, self._windows)
         layout, first, last = self._bounds(epoch, within)
         starts = layout.starts[first : last + 1] - layout.starts[first]
-        position = epoch * self.length + int(layout.starts[first])
-        _, ends = self._cut(position, int(starts[-1]))
+        _, ends = self._cut(self.window_start(window), int(starts[-1]))
         number = len(ends) - 1
         begin_row = ends[floor(begin * number + _ROUNDING)]
         end_row = ends[ceil(end * number - _ROUNDING)]

@@ -12,7 +12,7 @@ import numpy as np
 from rayzero.engine.data.loader import SampleSource
 from rayzero.engine.data.sampling import MicroBatch, StepSplit, TrainingProgress
 from rayzero.engine.data.streams.block import BlockSource
-from rayzero.engine.data.streams.cache import BlockCache
+from rayzero.engine.data.streams.cache import BlockCache, ReadAhead
 from rayzero.engine.data.streams.mixture import MixSchedule
 from rayzero.engine.data.streams.order import BlockOrder, Places, StreamOrder
 from rayzero.engine.data.streams.rows import BlockRows, Integers, RowBatch
@@ -143,14 +143,14 @@ class StreamSource(SampleSource):
         self._share = (0.0, 1.0)
         if batch == self._order.group and cursor % batch == 0:
             self._share = (own[0][0] / batch, own[-1][1] / batch) if own else (0.0, 0.0)
-        self._enter_windows(_split_by_block(self._order.places(cursor, batch)))
+        self._enter_windows(cursor, _split_by_block(self._order.places(cursor, batch)))
 
     def read(
         self, step: int, part: MicroBatch, *, is_last: bool, check: Callable[[], None]
     ) -> tuple[list[int], Sequence[Any]]:
         places = self._order.places(step + part.start, part.read_count)
         by_block = _split_by_block(places)
-        self._enter_windows(by_block)
+        self._enter_windows(step, by_block)
         parts: list[BlockRows] = []
         samples: list[Any] = [None] * part.read_count
         for (source, _), own in by_block.items():
@@ -164,7 +164,7 @@ class StreamSource(SampleSource):
         numbers = self._order.numbers(places).tolist()
         return numbers, samples if self._has_transform else RowBatch(parts)
 
-    def _enter_windows(self, by_block: Iterable[tuple[int, int]]) -> None:
+    def _enter_windows(self, cursor: int, by_block: Iterable[tuple[int, int]]) -> None:
         """These (source, turn) are next, ascending: plans their windows, and one more of each
         source.
 
@@ -174,18 +174,22 @@ class StreamSource(SampleSource):
         turns: dict[int, list[int]] = {}
         for source, turn in by_block:
             turns.setdefault(source, []).append(turn)
-        plans: dict[int, list[int]] = {}
+        plans: dict[int, ReadAhead] = {}
         for source, own in turns.items():
             order = self._order.orders[source]
             current = (order.window_of(own[0]), order.window_of(own[-1]))
             known = self._windows.get(source, (-1, -1))
             if known < current or current[0] < known[0] - 1:  # or positions begin anew
                 self._windows[source] = current
-                plans[source] = [
+                now = [
                     block
-                    for window in range(current[0], current[1] + 2)
+                    for window in range(current[0], current[1] + 1)
                     for block in order.blocks_of_window(window, *self._share)
                 ]
+                later = order.blocks_of_window(current[1] + 1, *self._share)
+                rows = order.window_start(current[1] + 1) - order.window_start(current[0])
+                due_step = cursor / self._order.group + rows / order.strata
+                plans[source] = ReadAhead(now, later, due_step)
         if plans:
             self.cache.plan(plans)
 
