@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +13,7 @@ import ray
 import rayzero.data
 from rayzero.data import PackedBlocks, from_ray
 from rayzero.engine.errors import ConfigError, DataError
+from tests.engine.data.streams.exactness import check_through_faults
 from tests.engine.data.streams.memory import make_source, read_step
 
 pytestmark = pytest.mark.slow
@@ -64,6 +66,12 @@ def test_tokens_that_tasks_of_ray_made_are_packed_and_streamed() -> None:
             documents = np.split(ids, begins[1:])
             seen += [bytes(it.astype(np.uint8)).decode() for it in documents if it.any()]
     assert set(seen) == set(texts)
+
+
+def test_samples_through_faults(tmp_path: Path) -> None:
+    source = from_ray(ray.data.range(47, override_num_blocks=7).map(slow_first))
+    plain = [{"id": number, "square": number**2} for number in range(47)]
+    check_through_faults(rayzero.data.stream(source, 2), plain, tmp_path, faults=25)
 
 
 def test_lost_block_is_named() -> None:

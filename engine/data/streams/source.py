@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from rayzero.engine.data.loader import SampleSource
+from rayzero.engine.data.sample_source import SampleSource
 from rayzero.engine.data.sampling import MicroBatch, StepSplit, TrainingProgress
 from rayzero.engine.data.streams.block import BlockSource
 from rayzero.engine.data.streams.cache import BlockCache, ReadAhead
+from rayzero.engine.data.streams.identity import check_identity
 from rayzero.engine.data.streams.mixture import MixSchedule
 from rayzero.engine.data.streams.order import BlockOrder, Places, StreamOrder
 from rayzero.engine.data.streams.rows import BlockRows, Integers, RowBatch
-from rayzero.engine.errors import ConfigError, DataError, EngineError
+from rayzero.engine.errors import ConfigError, DataError
+from rayzero.engine.redact import redact_url
 
 STATE_NAME = "rayzero.stream"
 """The registered state with what the order of the samples depends on."""
@@ -28,11 +32,12 @@ Register = Callable[[str, Callable[[], Any], Callable[[Any], object]], None]
 
 @dataclass(frozen=True)
 class StreamPart:
-    """One source of a stream."""
+    """One source of a stream. `name`: in its mixture, for metrics."""
 
     source: BlockSource
     window: int
     transform: Transform | None
+    name: str
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,20 @@ class BlockStream:
         return identity
 
 
+class StreamRow(NamedTuple):
+    """What a sample is made of."""
+
+    source: int
+    block: int
+    row: int
+    values: dict[str, Any]
+
+
+def transform_row(transforms: Sequence[Transform | None], row: StreamRow) -> Any:
+    transform = transforms[row.source]
+    return row.values if transform is None else transform(row.values)
+
+
 class StreamSource(SampleSource):
     """A stream as the source of a `StepLoader`. What its order depends on is registered with the
     training state, and compared when that is loaded.
@@ -120,12 +139,15 @@ class StreamSource(SampleSource):
         self, stream: BlockStream, seed: int, progress: TrainingProgress, register: Register
     ) -> None:
         self._stream = stream
-        self._has_transform = any(part.transform for part in stream.parts)
-        self._seed = seed
+        self.seed = seed
+        transforms = tuple(part.transform for part in stream.parts)
+        if any(transforms):
+            self.maker = partial(transform_row, transforms)
         self._progress = progress
         self._order = stream.order(seed, progress.global_batch)
         self.length = self._order.length
         self._share = (0.0, 1.0)  # of a step's samples, which are this rank's
+        self._split = StepSplit()  # of the steps that are read
         self._windows: dict[int, tuple[int, int]] = {}  # first and last current one, by source
         self.cache = BlockCache(
             [part.source for part in stream.parts],
@@ -138,11 +160,12 @@ class StreamSource(SampleSource):
 
     def begin(self, cursor: int, split: StepSplit, check: Callable[[], None]) -> None:
         batch = self._progress.global_batch
-        own = [(part.start, part.start + part.count) for part in split if part.count]
+        self._split = split
+        first, last = _own_range(split)
         self._windows = {}
         self._share = (0.0, 1.0)
         if batch == self._order.group and cursor % batch == 0:
-            self._share = (own[0][0] / batch, own[-1][1] / batch) if own else (0.0, 0.0)
+            self._share = (first / batch, last / batch)
         self._enter_windows(cursor, _split_by_block(self._order.places(cursor, batch)))
 
     def read(
@@ -152,17 +175,34 @@ class StreamSource(SampleSource):
         by_block = _split_by_block(places)
         self._enter_windows(step, by_block)
         parts: list[BlockRows] = []
-        samples: list[Any] = [None] * part.read_count
+        raws: list[Any] = [None] * part.read_count
         for (source, _), own in by_block.items():
             block = int(places.blocks[own[0]])
             in_memory = self.cache.get((source, block), check)
             parts.append(BlockRows(in_memory, places.rows[own], own))
-            if self._has_transform:
-                made = self._make_samples(source, block, parts[-1])
-                for it, sample in zip(own.tolist(), made, strict=True):
-                    samples[it] = sample
+            if self.maker is not None:
+                for position, raw in zip(
+                    own.tolist(), self._take_rows(source, block, parts[-1]), strict=True
+                ):
+                    raws[position] = raw
         numbers = self._order.numbers(places).tolist()
-        return numbers, samples if self._has_transform else RowBatch(parts)
+        return numbers, RowBatch(parts) if self.maker is None else raws
+
+    def take_counts(self) -> dict[str, dict[str, int]]:
+        """Returns, by source, the `samples` of the step that this rank has just finished, and what
+        `BlockCache.take_counts` has counted since the step before. For the training thread."""
+        counts: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        names = [redact_url(part.name) for part in self._stream.parts]
+        for (source, kind), number in self.cache.take_counts().items():
+            counts[names[source]][kind] = number
+        step = self._progress.sample_cursor - self._progress.global_batch
+        first, last = _own_range(self._split)
+        if step >= 0 and first < last:
+            sources = self._order.places(step + first, last - first).sources
+            for source, number in enumerate(np.bincount(sources).tolist()):
+                if number:
+                    counts[names[source]]["samples"] = number
+        return dict(counts)
 
     def _enter_windows(self, cursor: int, by_block: Iterable[tuple[int, int]]) -> None:
         """These (source, turn) are next, ascending: plans their windows, and one more of each
@@ -193,40 +233,41 @@ class StreamSource(SampleSource):
         if plans:
             self.cache.plan(plans)
 
-    def _make_samples(self, source: int, block: int, of_block: BlockRows) -> list[Any]:
-        part = self._stream.parts[source]
-        row = int(of_block.rows[0])
+    def _take_rows(self, source: int, block: int, of_block: BlockRows) -> list[StreamRow]:
+        rows = of_block.rows.tolist()
         try:
-            samples: list[Any] = []
-            taken = of_block.samples()
-            for row, sample in zip(of_block.rows.tolist(), taken, strict=True):  # noqa: B007
-                samples.append(part.transform(sample) if part.transform else sample)
+            samples = of_block.samples()
         except Exception as error:
+            part = self._stream.parts[source]
             raise DataError(
-                f"row {row} of block {block} of {part.source.name!r} "
+                f"rows {rows} of block {block} of {part.source.name!r} "
                 f"({part.source.describe(block)}) cannot be used: {type(error).__name__}: {error}",
-                fix="correct the data, or the transform of the stream",
+                fix="correct the data",
             ) from error
-        return samples
+        return [
+            StreamRow(source, block, row, values) for row, values in zip(rows, samples, strict=True)
+        ]
+
+    def describe(self, raw: StreamRow) -> str:
+        part = self._stream.parts[raw.source]
+        place = part.source.describe(raw.block)
+        return f"row {raw.row} of block {raw.block} of {part.source.name!r} ({place})"
 
     def _get(self) -> dict[str, Any]:
-        return {"batch": self._order.group, **self._stream.identity(self._seed)}
+        return {"batch": self._order.group, **self._stream.identity(self.seed)}
 
     def _set(self, value: dict[str, Any]) -> None:
         saved, batch = {**value}, value["batch"]
         del saved["batch"]
-        now = self._stream.identity(self._seed)
-        for name in [*saved, *now]:
-            if saved.get(name) != now.get(name):
-                raise EngineError(
-                    f"the training state was trained on a stream with {name}: "
-                    f"{saved.get(name, 'none')}; now: {now.get(name, 'none')}",
-                    allowed="the same data, seed, windows and weights, in the same order",
-                    fix="restore the files or the settings, or begin a new job with the weights "
-                    "of this one",
-                )
-        self._order = self._stream.order(self._seed, batch)
+        check_identity(saved, self._stream.identity(self.seed))
+        self._order = self._stream.order(self.seed, batch)
         self._windows = {}
+
+
+def _own_range(split: StepSplit) -> tuple[int, int]:
+    """The samples of a step that are a rank's: the first, and the one after the last."""
+    own = [part for part in split if part.count]
+    return (own[0].start, own[-1].start + own[-1].count) if own else (0, 0)
 
 
 def _split_by_block(places: Places) -> dict[tuple[int, int], Integers]:
