@@ -38,6 +38,7 @@ from benchmarks.machine import describe_machine, format_machine
 from rayzero.engine.data.loader import StepLoader
 from rayzero.engine.data.micro_batches import MicroBatches
 from rayzero.engine.data.sampling import StepSplit, TrainingProgress, assign_step
+from rayzero.engine.data.streams.cache import READ_FACTOR
 from rayzero.engine.data.streams.source import StreamSource
 
 TOKENS = 1024
@@ -107,8 +108,11 @@ class Scan:
         self._folder = folder
         self._rank = rank
         self._ranks = plan.ranks
+        self._pool = pa.default_memory_pool()  # before a stream chooses another one
 
     def take_turn(self) -> Turn:
+        chosen = pa.default_memory_pool()
+        pa.set_memory_pool(self._pool)
         rows = number = 0
         for path in sorted(self._folder.glob("*.parquet")):
             with pq.ParquetFile(path) as file:
@@ -116,6 +120,7 @@ class Scan:
                     if number % self._ranks == self._rank:
                         rows += file.read_row_group(group, use_threads=False).num_rows
                     number += 1
+        pa.set_memory_pool(chosen)
         return Turn(0, 0, rows)
 
 
@@ -124,12 +129,13 @@ class Stream:
 
     def __init__(self, folder: Path, rank: int, plan: Plan) -> None:
         block = plan.rows * TOKENS * 4
-        own_blocks = 2 * plan.window // plan.ranks + 1
+        # Two windows, and what is being read: the fewer of an epoch's blocks stay to the next.
+        own_blocks = 2 * plan.window // plan.ranks + 1 + READ_FACTOR * plan.threads
         described = rayzero.data.stream(
             rayzero.data.blocks(folder),
             shuffle_window=plan.window,
             threads=plan.threads,
-            cache_bytes=int(1.01 * own_blocks * block),  # so none stays until the next epoch
+            cache_bytes=int(1.01 * own_blocks * block),
         )
         self._progress = TrainingProgress(global_batch=plan.batch, micro_batch=plan.micro_batch)
         self._source = StreamSource(described, 0, self._progress, lambda *_: None)
