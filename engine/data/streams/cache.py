@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from time import monotonic
 
@@ -32,11 +32,15 @@ _POOL_VARIABLE = "ARROW_DEFAULT_MEMORY_POOL"
 
 @dataclass
 class CacheCounters:
-    """Counts what a cache has done. `hits` are the reads of a block that did not wait."""
+    """Counts what a cache has done. `hits` are the reads of a block that did not wait.
+
+    `untaken` is what `take_counts` returns next.
+    """
 
     reads: int = 0
     hits: int = 0
     peak_bytes: int = 0
+    untaken: Counter[tuple[int, str]] = field(default_factory=Counter)
 
 
 class BlockCache:
@@ -98,7 +102,9 @@ class BlockCache:
         since_s = monotonic()
         with self._changed:
             self._plans.setdefault(key[0], {}).setdefault(key, 0)
-            self.counters.hits += key in self._tables
+            is_hit = key in self._tables
+            self.counters.hits += is_hit
+            self.counters.untaken[key[0], "hits" if is_hit else "waits"] += 1
             while key not in self._tables:
                 if error := self._errors.pop(key, None):
                     raise error
@@ -109,6 +115,14 @@ class BlockCache:
                 self._check(key, since_s, check)
             self._tables.move_to_end(key)
             return self._tables[key]
+
+    def take_counts(self) -> Counter[tuple[int, str]]:
+        """Returns, by (source, name), since the last call: the `blocks` that were read, their
+        `bytes` in memory, and how often a batch took rows of a block that was there or not: `hits`,
+        `waits`."""
+        with self._changed:
+            taken, self.counters.untaken = self.counters.untaken, Counter()
+        return taken
 
     def close(self) -> None:
         """Drops the blocks; what is being read is read to its end, and dropped."""
@@ -238,6 +252,8 @@ class BlockCache:
             )
         with self._changed:
             self.counters.reads += 1
+            self.counters.untaken[source, "blocks"] += 1
+            self.counters.untaken[source, "bytes"] += nbytes
             self._row_bytes[source] = max(self._row_bytes.get(source, 0), nbytes / rows)
         return table
 

@@ -33,7 +33,7 @@ def block_threads() -> list[threading.Thread]:
     return [it for it in threading.enumerate() if it.name in ("rayzero-blocks", "rayzero-prefetch")]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def no_leaked_threads() -> Iterator[None]:
     yield
     gc.collect()
@@ -210,11 +210,10 @@ def test_errors_name_source_block_and_row_and_a_read_is_tried_again() -> None:
     memory, failures = MemorySource([50]), [OSError("storage is away")]
     memory.before_read = lambda block: (_ for _ in ()).throw(failures.pop()) if failures else None
     source = make_source(rayzero.data.stream(memory, transform=lambda it: 1 // it["row"]), 50)
-    part = assign_step(50, 1, 0, 50)[0]
     with pytest.raises(DataError, match=r"block 0\) could not be read: OSError: storage is away"):
-        source.read(0, part, is_last=True, check=no_check)
+        read_step(source, 0, 50, 50, 1)
     with pytest.raises(DataError, match=r"row 0 of block 0 of 'memory' \(memory block 0\)"):
-        source.read(0, part, is_last=True, check=no_check)
+        read_step(source, 0, 50, 50, 1)
 
 
 def test_a_block_with_other_rows_is_refused() -> None:
@@ -284,6 +283,39 @@ def test_mixtures_name_what_is_wrong() -> None:
         rayzero.data.mix({})
 
 
+@pytest.mark.parametrize("world", [1, 3])
+def test_counts_of_a_step_are_those_of_its_rows(world: int) -> None:
+    """Of all ranks together, which have 10 samples a step: the third one is of `code` alone."""
+    secret = MemorySource([30] * 4, "s3://key:secret@bucket/web")
+    code = MemorySource([20] * 4, "code")
+    stream = rayzero.data.mix(
+        {secret.name: (secret, 0.8), "code": (code, 0.2)}, changes={2: {secret.name: 0}}
+    )
+    seen: list[Counter[tuple[str, str]]] = [Counter() for _ in range(3)]
+    for rank in range(world):
+        split = StepSplit(assign_step(10, world, rank, 2))
+        source = make_source(stream, 10)
+        source.begin(0, split, no_check)
+        for step, counts in enumerate(seen):
+            for part in split:
+                source.read(step * 10, part, is_last=False, check=no_check)
+            source._progress.sample_cursor += 10  # as a finished step does
+            for name, of_source in source.take_counts().items():
+                counts.update({(name, kind): number for kind, number in of_source.items()})
+    web = "s3://***@bucket/web"
+    assert [(it[web, "samples"], it["code", "samples"]) for it in seen] == [(8, 2), (8, 2), (0, 10)]
+    total = sum(seen, Counter())
+    assert {name for name, _ in total} == {web, "code"}
+    for memory, name in ((secret, web), (code, "code")):
+        assert total[name, "blocks"] <= sum(memory.reads.values())
+        uses = total[name, "hits"] + total[name, "waits"]
+        assert uses >= total[name, "blocks"] or not total[name, "hits"]
+        row = memory.read(0).get_total_buffer_size() / int(memory.counts[0])
+        assert total[name, "bytes"] == pytest.approx(
+            total[name, "blocks"] * memory.counts[0] * row, rel=0.1
+        )
+
+
 def test_engine_trains_on_a_stream() -> None:
     """Against plain torch over the rows of the order."""
     config = {
@@ -303,6 +335,7 @@ def test_engine_trains_on_a_stream() -> None:
         engine.backward(engine(batch).square().mean())
         engine.step()
     assert engine.global_steps == 6
+    assert engine.internals.meter.step_work.take_stream_counts()["memory"]["samples"] == 6
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
     for step in range(6):
         rows = torch.tensor(stream.order(0, 6).indices(step * 6, 6) / 36).float()[:, None]
