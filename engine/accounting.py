@@ -21,7 +21,7 @@ torch.compile is used they are estimated from the model's size, see `flops_per_t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -168,6 +168,8 @@ class StepWork:
     def __init__(self, micro_steps: int, peak: float | None, flops_per_token: int = 0) -> None:
         self.micro_step_flops = 0  # of forward and backward on this rank; 0 until known
         self.micro_steps = micro_steps  # of a step
+        # What was read of a stream in the step that ends, by source.
+        self.take_stream_counts: Callable[[], dict[str, dict[str, int]]] = dict
         self._peak_flops = peak
         self._flops_per_token = flops_per_token
         self._unknown = peak is not None

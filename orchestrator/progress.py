@@ -65,12 +65,12 @@ _WAIT_GAUGES = ("phases/data", "phases/mirror", "checkpoint_s")
 BUILTIN_GAUGES = frozenset(
     (
         "step step_s samples step_samples step_tokens tokens_per_s lr grad_norm loss_scale mfu "
-        "flops_per_s skipped skipped_steps exposed_comm_s checkpoint_s replica_step "
+        "flops_per_s skipped skipped_steps bad_samples exposed_comm_s checkpoint_s replica_step "
         "replica_bytes resident_bytes device_peak_bytes cpu_cores gpu_utilization"
     ).split()
 )
 """Names that engines and workers report."""
-_BUILTIN_PREFIXES = ("phases/", _BYTES_PREFIX, "collectives/")
+_BUILTIN_PREFIXES = ("phases/", _BYTES_PREFIX, "collectives/", "streams/")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class StepRecord:
         loss: the mean over ranks (an engine's loss is already global and the same on each).
         tokens: counted by all ranks since the last record: by the user, else by the engine.
         step_s: the slowest rank's time.
-        gauges: the mean over ranks of all other reported values.
+        gauges: the mean over ranks of all other reported values; of `streams/` the sum.
         waits: seconds of the slowest rank, for phases that its peers have to wait for.
         at_s: when the last rank finished it, as Unix time on that rank's node.
         mirrored_step: the newest step that every rank has mirrored to its node's vault; None if
@@ -123,7 +123,7 @@ class _OpenStep:
 
     def __init__(self) -> None:
         self.ranks: set[int] = set()
-        self.tokens = 0.0
+        self.counters: defaultdict[str, float] = defaultdict(float)
         self.at_s = 0.0
         self.gauges = RowAggregator()
 
@@ -131,8 +131,8 @@ class _OpenStep:
         """Returns the number of ranks that have finished it; each counts once."""
         if report.rank not in self.ranks:
             self.ranks.add(report.rank)
-            if report.counters:
-                self.tokens += report.counters.get("tokens", 0.0)
+            for name, number in report.counters.items():
+                self.counters[name] += number
             self.at_s = max(self.at_s, report.at_s)
             self.gauges.add_row(report.gauges)
         return len(self.ranks)
@@ -216,14 +216,15 @@ class JobProgress:
         mirrored = done.gauges.minima(self._world_size).get("replica_step")
         for name in ("step_s", "rank_loss"):  # of single ranks
             means.pop(name, None)
+        tokens = done.counters.pop("tokens", 0.0)
         record = StepRecord(
             step=step,
             world_size=self._world_size,
             generation=self._generation,
             loss=means.pop("loss", None),
-            tokens=done.tokens or means.get("step_tokens", 0.0),
+            tokens=tokens or means.get("step_tokens", 0.0),
             step_s=maxima.get("step_s", 0.0),
-            gauges=means,
+            gauges=means | done.counters,
             at_s=done.at_s,
             waits={name: maxima[name] for name in _WAIT_GAUGES if name in maxima},
             mirrored_step=None if mirrored is None else int(mirrored),

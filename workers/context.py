@@ -11,7 +11,8 @@ import torch
 
 from rayzero.engine.builder import make_loader
 from rayzero.engine.data.consumption import LogSource
-from rayzero.engine.data.loader import MapDataset, StepLoader
+from rayzero.engine.data.loader import StepLoader
+from rayzero.engine.data.sample_source import MapDataset
 from rayzero.engine.errors import ConfigError
 from rayzero.workers.messages import WorkerSpec
 from rayzero.workers.rollouts.buffer_client import RolloutLog
@@ -145,8 +146,8 @@ class Context:
 
         Raises:
             EngineError: a value is not a number; a name is empty, longer than 128 characters, or
-                has a prefix of the engine's metrics (`phases/`, `bytes/`, `collectives/`); or
-                `step` did not increase.
+                has a prefix of the engine's metrics (`phases/`, `bytes/`, `collectives/`,
+                `streams/`); or `step` did not increase.
         """
         self._session.check()
         self._session.reporter.add_user_metrics(metrics)

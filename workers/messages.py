@@ -200,7 +200,8 @@ class StepReport(RankMessage):
     """A rank finished a step.
 
     Args:
-        counters: summed over micro-steps, and by the controller over ranks: `tokens`.
+        counters: summed over micro-steps, and by the controller over ranks: `tokens`,
+            `streams/<source>/samples`...
         gauges: this rank's values: `loss`, `step_s`, `bytes/<class>`...
         at_s: Unix time of the step's end on the rank's node.
     """

@@ -16,9 +16,10 @@ from rayzero.workers.training_thread import GenerationChannel
 from rayzero.workers.vault.buffers import resident_bytes
 
 COUNTER_NAMES = frozenset({"tokens"})
-"""Metrics summed over micro-steps and ranks; all others are gauges of the rank."""
+_STREAM_PREFIX = "streams/"
+"""These metrics are summed over micro-steps and ranks; all others are gauges of the rank."""
 
-_RESERVED_PREFIXES = ("phases/", "bytes/", "collectives/")
+_RESERVED_PREFIXES = ("phases/", "bytes/", "collectives/", _STREAM_PREFIX)
 """Prefixes of the engine's metrics."""
 
 _MAX_NAME_CHARACTERS = 128
@@ -134,7 +135,7 @@ class StepReporter:
         """
         for name, value in metrics.items():
             number = to_number(name, value)
-            if name in COUNTER_NAMES:
+            if name in COUNTER_NAMES or name.startswith(_STREAM_PREFIX):
                 self._counters[name] += number
             elif name != "step":
                 self._gauges[name] = number
@@ -235,7 +236,7 @@ class MetricsMerger:
         self._last[engine] = metrics
         for name, value in metrics.items():
             is_phase = name.startswith("phases/") and name != "phases/other"
-            if is_phase or name == "exposed_comm_s":
+            if is_phase or name == "exposed_comm_s" or name.startswith(_STREAM_PREFIX):
                 self._sums[name] += value
         for rate in ("flops_per_s", "mfu"):
             if rate in metrics:

@@ -6,7 +6,18 @@ from typing import Annotated
 
 import typer
 
-from rayzero.orchestrator.cli import chaos, ckpt, config, doctor, jobs, launch, observe, plan, run
+from rayzero.orchestrator.cli import (
+    chaos,
+    ckpt,
+    config,
+    data,
+    doctor,
+    jobs,
+    launch,
+    observe,
+    plan,
+    run,
+)
 from rayzero.orchestrator.cli.command import new_group
 
 app = new_group(
@@ -17,6 +28,7 @@ for module in (run, launch, jobs, observe, chaos, plan, doctor):
     app.add_typer(module.commands)
 app.add_typer(ckpt.commands, name="ckpt")
 app.add_typer(config.commands, name="config")
+app.add_typer(data.commands, name="data")
 
 
 def _print_version(requested: bool) -> None:

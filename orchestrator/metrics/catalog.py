@@ -31,6 +31,7 @@ from rayzero.orchestrator.metrics.series import (
     rank_series,
     step_gauge,
 )
+from rayzero.orchestrator.metrics.stream_metrics import DATA_SERIES
 from rayzero.orchestrator.policies.failure import FaultCause
 
 _MEMORY_PREFIX = "bytes/"
@@ -192,6 +193,7 @@ CATALOG_GROUPS: Mapping[str, tuple[JobSeries | RankSeries, ...]] = {
             lambda rank: None if rank.gauge("phases/data") is None else rank.data_wait_s,
         ),
     ),
+    "Data": DATA_SERIES,
     "Ranks": (
         rank_series(
             "rayzero_rank_step",

@@ -21,7 +21,7 @@ MAX_USER_CURVES = 40
 _GAUGES = ("lr", "grad_norm", "loss_scale", "mfu", "exposed_comm_s")
 _USAGE = ("resident_bytes", "device_peak_bytes", "cpu_cores", "gpu_utilization")
 _PHASE_PREFIX, _USER_PREFIX = "phases/", "user/"
-_FREE_PREFIXES = (_USER_PREFIX, "roles/", "rollouts/")
+_FREE_PREFIXES = (_USER_PREFIX, "roles/", "rollouts/", "streams/")
 
 Row = list[Any]
 """[first step, mean, minimum, maximum, number of inf and nan]; [step, value] of a single number.
@@ -124,7 +124,8 @@ class Curve:
 
 class CurveSet:
     """The curves of a job by name: its loss, what engines report, what the training function does
-    (`user/NAME`) and its roles (`roles/ROLE/NAME`), and of the buffer (`rollouts/NAME`)."""
+    (`user/NAME`) and its roles (`roles/ROLE/NAME`), of the buffer (`rollouts/NAME`) and of the
+    sources of streams (`streams/SOURCE/NAME`)."""
 
     def __init__(self) -> None:
         self.loss = Curve()
@@ -149,8 +150,8 @@ class CurveSet:
         for name, value in record.user_gauges():
             self._add_user(_USER_PREFIX + name, record.step, value)
 
-    def add_roles(self, step: int, values: Mapping[str, Spread]) -> None:
-        """Adds the values of `RoleTable.take_step`."""
+    def add_spreads(self, step: int, values: Mapping[str, Spread]) -> None:
+        """Adds the values of `RoleTable.take_step` or `StreamTable.add_step`."""
         for name, spread in values.items():
             self._add_user(name, step, spread.mean, (spread.low, spread.high))
 

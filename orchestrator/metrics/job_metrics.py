@@ -21,6 +21,7 @@ from rayzero.orchestrator.metrics.goodput import (
 )
 from rayzero.orchestrator.metrics.rank_metrics import RankMetricsTable
 from rayzero.orchestrator.metrics.role_table import RoleTable
+from rayzero.orchestrator.metrics.stream_table import StreamTable
 from rayzero.orchestrator.policies.failure import (
     HARDWARE_CAUSES,
     FaultBudget,
@@ -204,6 +205,14 @@ class StepSeries:
         """The mean over ranks of a reported value, in the last step."""
         return self.last_record.gauges.get(name) if self.last_record is not None else None
 
+    @property
+    def data_wait_ratio(self) -> float | None:
+        """Share of the last step in which ranks waited for data, the mean over ranks."""
+        waited_s = self.gauge(f"{_PHASE_PREFIX}data")
+        if waited_s is None or self.last_record is None or self.last_record.step_s <= 0:
+            return None
+        return min(1.0, waited_s / self.last_record.step_s)
+
     def add_step(self, record: StepRecord, unix_s: float) -> None:
         self.last_record, self.last_at_unix_s = record, unix_s
         self.pace.add(record)
@@ -247,6 +256,7 @@ class JobMetrics:
         self.checkpoints = CheckpointMetrics(enabled=spec.checkpoint.every_steps is not None)
         self.curves = CurveSet()
         self.roles = RoleTable()
+        self.streams = StreamTable()
         if facts.run:
             ago_s = max(0.0, started.unix_s - facts.began_at_s)
             self.time_accounting.restore(facts.counters.seconds, facts.best_step, ago_s)
@@ -324,7 +334,8 @@ class JobMetrics:
         self.time_accounting.on_step(record.step, record.step_s, waits_s, now.clock_s)
         self.steps.add_step(record, now.unix_s)
         self.curves.add_step(record, now.unix_s - self.facts.began_at_s)
-        self.curves.add_roles(record.step, self.roles.take_step(record.step_s))
+        self.curves.add_spreads(record.step, self.roles.take_step(record.step_s))
+        self.curves.add_spreads(record.step, self.streams.add_step(record))
         self.checkpoints.on_step(now.unix_s)
         if self.spec.recovery.replicas > 0:
             self.replicas.on_step(now.unix_s)

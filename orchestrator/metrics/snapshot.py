@@ -13,6 +13,7 @@ from rayzero.orchestrator.metrics.goodput import TimeBreakdown
 from rayzero.orchestrator.metrics.job_metrics import JobMetrics, ReplicaMetrics
 from rayzero.orchestrator.metrics.rank_metrics import RankMetrics, RankMetricsTable
 from rayzero.orchestrator.metrics.role_metrics import role_rows, rollout_row
+from rayzero.orchestrator.metrics.stream_metrics import stream_rows
 from rayzero.orchestrator.spec import JobSpec
 
 SNAPSHOT_FORMAT = 2
@@ -46,6 +47,7 @@ def make_snapshot(metrics: JobMetrics) -> dict[str, Any]:
         "workers": metrics.worker_limits,
         "roles": role_rows(metrics),
         "rollouts": rollout_row(metrics),
+        "streams": stream_rows(metrics),
         "progress": {
             "step": facts.step,
             "steps": metrics.spec.steps,
@@ -53,6 +55,7 @@ def make_snapshot(metrics: JobMetrics) -> dict[str, Any]:
             "step_s": steps.pace.step_s or None,
             "tokens_per_s": record.tokens_per_s if record else None,
             "samples_per_s": record.samples_per_s if record else None,
+            "data_wait_ratio": steps.data_wait_ratio,
             "tokens": facts.counters.tokens,
             "samples": facts.counters.samples,
             "last_step_at_s": steps.last_at_unix_s,

@@ -116,6 +116,11 @@ class _Rollouts(_Row):
     lag_max: Count | None
 
 
+class _Source(_Row):
+    samples: Count
+    share: Amount
+
+
 class _Snapshot(_Row):
     """`rayzero.orchestrator.metrics.snapshot.make_snapshot` makes it."""
 
@@ -130,6 +135,7 @@ class _Snapshot(_Row):
     workers: _Limits
     roles: dict[str, _Role] = Field(default_factory=dict)
     rollouts: _Rollouts | None = None
+    streams: dict[str, _Source] = Field(default_factory=dict)
     progress: _Progress
     training: _Training
     usage: _Usage = _Usage()

@@ -11,7 +11,16 @@ from hashlib import sha256
 from importlib.resources import files
 
 STYLES = ("page.css",)
-SCRIPTS = ("format.js", "charts.js", "parts.js", "curves.js", "roles.js", "jobs.js", "page.js")
+SCRIPTS = (
+    "format.js",
+    "charts.js",
+    "parts.js",
+    "curves.js",
+    "roles.js",
+    "streams.js",
+    "jobs.js",
+    "page.js",
+)
 CONTENT_TYPE = "text/html; charset=utf-8"
 
 

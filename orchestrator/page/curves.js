@@ -50,7 +50,7 @@ function chartsOf(names, histories) {
   const users = [...names].filter((name) => name.startsWith("user/")).sort().map(userChart);
   const phases = isComparison(histories) ? [] : STEP_PHASES.filter((phase) => names.has(`phases/${phase}`));
   return [
-    ...[...charts, ...roleCharts(names), ...users].map((chart) => ({ ...chart, series: seriesOf(chart, histories) })),
+    ...[...charts, ...streamCharts(names, histories), ...roleCharts(names), ...users].map((chart) => ({ ...chart, series: seriesOf(chart, histories) })),
     ...(phases.length ? [{
       id: "phases", title: "Phases of a step", format: duration, stacked: true,
       series: phases.map((phase) => line(histories[0], `phases/${phase}`, phase, `c${PHASES[phase] || 7}`)),

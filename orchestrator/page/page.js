@@ -33,6 +33,7 @@ function show(now) {
     ...(known(training.model_flops_utilization) ? [["Flops utilization", percent(training.model_flops_utilization)]] : []),
   ]);
   showRoles(now);
+  showStreams(now);
   render("goodput", now.goodput, goodput);
   render("events", { faults: now.faults, recoveries: now.recoveries }, eventTable);
   render("checkpoints", now.checkpoints, checkpointTable);
@@ -139,7 +140,7 @@ function enter() {
   byId("steps-csv").download = `${first || "job"}-steps.csv`;
   listed = null;
   byId("charts").replaceChildren();
-  for (const id of ["log-tail", "config", "jobs", "roles"]) { rendered.delete(id); byId(id).replaceChildren(); }
+  for (const id of ["log-tail", "config", "jobs", "roles", "streams"]) { rendered.delete(id); byId(id).replaceChildren(); }
   plots.clear();
   cursor = null;
   byId("job").textContent = { jobs: "Jobs", compare: "Comparison", job: place.jobs[0] || "rayzero" }[place.view];

@@ -28,6 +28,7 @@ PYTHON = {
     "docs/quickstart.md": QUICKSTART,
     "docs/jobs.md": JOBS,
     "docs/checkpoints.md": f"{README}::test_checkpoint_blocks",
+    "docs/data.md": f"{README}::test_data_blocks",
     "docs/faults.md": f"{README}::test_ledger_block",
     "docs/huggingface.md": f"{README}::test_accelerate_block",
     "docs/from-ray-train.md": JOBS,
@@ -64,6 +65,7 @@ BASH = {
     },
     "docs/checkpoints.md": {"rayzero": f"{README}::test_checkpoint_blocks"},
     "docs/config.md": {"rayzero": f"{README}::test_config_block"},
+    "docs/data.md": {"rayzero": f"{README}::test_data_blocks"},
     "docs/faults.md": {
         "rayzero": COMMANDS,
         "rayzero run job.yaml --set 'faults": f"{NOT_RUN}README's with another step, run by KILL",

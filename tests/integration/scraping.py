@@ -19,12 +19,16 @@ from rayzero.orchestrator.progress import StepRecord
 from tests.orchestrator.support import EventLog
 
 METRICS = {"port": 0, "jsonl": True, "tensorboard": True}
-# Not reported for a CPU job without roles.
+# Not reported for a CPU job without roles and streams.
 ABSENT = {
     "rayzero_model_flops_utilization_ratio",
     "rayzero_device_peak_memory_bytes",
     "rayzero_device_utilization_ratio",
-    *(name for name in CATALOG if name.startswith(("rayzero_role_", "rayzero_rollout_"))),
+    *(
+        name
+        for name in CATALOG
+        if name.startswith(("rayzero_role_", "rayzero_rollout_", "rayzero_stream_"))
+    ),
 }
 
 

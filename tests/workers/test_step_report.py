@@ -17,7 +17,12 @@ from rayzero.engine.session import NO_REQUESTS, use_session
 from rayzero.workers.messages import MirrorPolicy, StepReport, WorkerMessage
 from rayzero.workers.mirror import Mirror
 from rayzero.workers.session import JobSession
-from rayzero.workers.step_report import GPU_INTERVAL_S, UsageMeter, worker_metrics
+from rayzero.workers.step_report import (
+    GPU_INTERVAL_S,
+    MetricsMerger,
+    UsageMeter,
+    worker_metrics,
+)
 from rayzero.workers.training_thread import StopFlag
 from tests.workers import recovery_jobs
 from tests.workers.support import ASSIGN, give_up, session
@@ -53,6 +58,24 @@ def test_report_has_engines_metrics():
     assert {f"phases/{phase}" for phase in phases} <= set(gauges)
     assert gauges["bytes/model_weights"] >= 20 * 4
     assert gauges["step_samples"] > 0
+
+
+def test_counts_of_streams_are_summed_over_engines_and_steps() -> None:
+    """Also over two steps of one engine in a step of the job; they are counters of its report."""
+    merger = MetricsMerger()
+    for _ in range(2):
+        merger.add("", {"step_s": 1.0, "streams/a/b/samples": 4.0})
+        merger.add("critic", {"step_s": 1.0, "streams/web/samples": 2.0})
+        merger.add("critic", {"step_s": 1.0, "streams/web/samples": 2.0, "streams/web/bytes": 9.0})
+        merged = merger.take(1, 3.0)
+    job_session, _, _ = session()
+    job_session.reporter.add(merged)
+    counters = job_session.reporter.build(1).counters
+    assert counters == {
+        "streams/a/b/samples": 4.0,
+        "streams/web/samples": 4.0,
+        "streams/web/bytes": 9.0,
+    }
 
 
 def test_skipped_step_is_counted_once():

@@ -16,10 +16,19 @@ from tools.dashboard.faults import CHECKPOINTS_ROW, FAULTS_ROW
 from tools.dashboard.overview import MEMORY_ROW, OVERVIEW_ROW, SPEED_ROW
 from tools.dashboard.panels import DashboardRow, Panel, Query
 from tools.dashboard.roles import ROLES_ROW
+from tools.dashboard.streams import STREAMS_ROW
 
 Json = dict[str, Any]
 
-DASHBOARD_ROWS = (OVERVIEW_ROW, SPEED_ROW, MEMORY_ROW, FAULTS_ROW, CHECKPOINTS_ROW, ROLES_ROW)
+DASHBOARD_ROWS = (
+    OVERVIEW_ROW,
+    SPEED_ROW,
+    MEMORY_ROW,
+    FAULTS_ROW,
+    CHECKPOINTS_ROW,
+    STREAMS_ROW,
+    ROLES_ROW,
+)
 
 ANNOTATIONS = {
     "Generations": ('changes(rayzero_generation{job="$job"}[$__interval]) > 0', "purple"),

@@ -133,6 +133,7 @@ class RoleContext:
 
         Raises:
             EngineError: a value is not a number; or a name is empty, longer than 128 characters, or
-                has a prefix of the engine's metrics (`phases/`, `bytes/`, `collectives/`).
+                has a prefix of the engine's metrics (`phases/`, `bytes/`, `collectives/`,
+                `streams/`).
         """
         self._host.reporter.add(metrics)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from rayzero.engine.data.loader import SampleSource
+from rayzero.engine.data.sample_source import SampleSource
 from rayzero.engine.data.sampling import MicroBatch, StepSplit, TrainingProgress
 from rayzero.engine.data.streams.block import BlockSource
 from rayzero.engine.data.streams.cache import BlockCache
+from rayzero.engine.data.streams.identity import check_identity
 from rayzero.engine.data.streams.mixture import MixSchedule
 from rayzero.engine.data.streams.order import BlockOrder, StreamOrder
-from rayzero.engine.errors import ConfigError, DataError, EngineError
+from rayzero.engine.errors import ConfigError, DataError
+from rayzero.engine.redact import redact_url
 
 STATE_NAME = "rayzero.stream"
 """The registered state with what the order of the samples depends on."""
@@ -28,11 +32,12 @@ Register = Callable[[str, Callable[[], Any], Callable[[Any], object]], None]
 
 @dataclass(frozen=True)
 class StreamPart:
-    """One source of a stream."""
+    """One source of a stream. `name`: in its mixture, for metrics."""
 
     source: BlockSource
     window: int
     transform: Transform | None
+    name: str
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,20 @@ class BlockStream:
         return identity
 
 
+class StreamRow(NamedTuple):
+    """What a sample is made of."""
+
+    source: int
+    block: int
+    row: int
+    values: dict[str, Any]
+
+
+def transform_row(transforms: Sequence[Transform | None], row: StreamRow) -> Any:
+    transform = transforms[row.source]
+    return row.values if transform is None else transform(row.values)
+
+
 class StreamSource(SampleSource):
     """A stream as the source of a `StepLoader`. What its order depends on is registered with the
     training state, and compared when that is loaded.
@@ -113,11 +132,15 @@ class StreamSource(SampleSource):
         self, stream: BlockStream, seed: int, progress: TrainingProgress, register: Register
     ) -> None:
         self._stream = stream
-        self._seed = seed
+        self.seed = seed
+        transforms = tuple(part.transform for part in stream.parts)
+        if any(transforms):
+            self.maker = partial(transform_row, transforms)
         self._progress = progress
         self._order = stream.order(seed, progress.global_batch)
         self.length = self._order.length
         self._share = (0.0, 1.0)  # of a step's samples, which are this rank's
+        self._split = StepSplit()  # of the steps that are read
         self._windows: dict[int, int] = {}  # the current one, by source
         self.cache = BlockCache(
             [part.source for part in stream.parts],
@@ -130,11 +153,12 @@ class StreamSource(SampleSource):
 
     def begin(self, cursor: int, split: StepSplit, check: Callable[[], None]) -> None:
         batch = self._progress.global_batch
-        own = [(part.start, part.start + part.count) for part in split if part.count]
+        self._split = split
+        first, last = _own_range(split)
         self._windows = {}
         self._share = (0.0, 1.0)
         if batch == self._order.group and cursor % batch == 0:
-            self._share = (own[0][0] / batch, own[-1][1] / batch) if own else (0.0, 0.0)
+            self._share = (first / batch, last / batch)
         places = self._order.places(cursor, batch)
         sources, firsts = np.unique(places.sources, return_index=True)
         turns = zip(sources.tolist(), places.turns[firsts].tolist(), strict=True)
@@ -153,10 +177,26 @@ class StreamSource(SampleSource):
             block = int(places.blocks[wanted[0]])
             table = self.cache.get((source, block), check)
             rows = [int(places.rows[it]) for it in wanted]
-            read = self._make_samples(source, block, table, rows)
-            for it, sample in zip(wanted, read, strict=True):
-                samples[it] = sample
+            read = self._take_rows(source, block, table, rows)
+            for it, row in zip(wanted, read, strict=True):
+                samples[it] = row.values if self.maker is None else row
         return self._order.numbers(places).tolist(), samples
+
+    def take_counts(self) -> dict[str, dict[str, int]]:
+        """Returns, by source, the `samples` of the step that this rank has just finished, and what
+        `BlockCache.take_counts` has counted since the step before. For the training thread."""
+        counts: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        names = [redact_url(part.name) for part in self._stream.parts]
+        for (source, kind), number in self.cache.take_counts().items():
+            counts[names[source]][kind] = number
+        step = self._progress.sample_cursor - self._progress.global_batch
+        first, last = _own_range(self._split)
+        if step >= 0 and first < last:
+            sources = self._order.places(step + first, last - first).sources
+            for source, number in enumerate(np.bincount(sources).tolist()):
+                if number:
+                    counts[names[source]]["samples"] = number
+        return dict(counts)
 
     def _enter_windows(self, turns: Mapping[int, int]) -> None:
         """The next rows of these sources are of blocks with these turns."""
@@ -171,44 +211,44 @@ class StreamSource(SampleSource):
         if plans:
             self.cache.plan(plans)
 
-    def _make_samples(
+    def _take_rows(
         self, source: int, block: int, table: pa.Table, rows: Sequence[int]
-    ) -> list[Any]:
-        part = self._stream.parts[source]
-        row = rows[0]
+    ) -> list[StreamRow]:
         try:
             taken = table.take(pa.array(rows, pa.int64()))
             columns = {name: column_values(taken[name]) for name in taken.column_names}
-            samples: list[Any] = []
-            for number, row in enumerate(rows):  # noqa: B007 -- named by an error
-                sample = {name: values[number] for name, values in columns.items()}
-                samples.append(part.transform(sample) if part.transform else sample)
         except Exception as error:
+            part = self._stream.parts[source]
             raise DataError(
-                f"row {row} of block {block} of {part.source.name!r} "
+                f"rows {list(rows)} of block {block} of {part.source.name!r} "
                 f"({part.source.describe(block)}) cannot be used: {type(error).__name__}: {error}",
-                fix="correct the data, or the transform of the stream",
+                fix="correct the data",
             ) from error
-        return samples
+        return [
+            StreamRow(source, block, row, {name: it[number] for name, it in columns.items()})
+            for number, row in enumerate(rows)
+        ]
+
+    def describe(self, raw: StreamRow) -> str:
+        part = self._stream.parts[raw.source]
+        place = part.source.describe(raw.block)
+        return f"row {raw.row} of block {raw.block} of {part.source.name!r} ({place})"
 
     def _get(self) -> dict[str, Any]:
-        return {"batch": self._order.group, **self._stream.identity(self._seed)}
+        return {"batch": self._order.group, **self._stream.identity(self.seed)}
 
     def _set(self, value: dict[str, Any]) -> None:
         saved, batch = {**value}, value["batch"]
         del saved["batch"]
-        now = self._stream.identity(self._seed)
-        for name in [*saved, *now]:
-            if saved.get(name) != now.get(name):
-                raise EngineError(
-                    f"the training state was trained on a stream with {name}: "
-                    f"{saved.get(name, 'none')}; now: {now.get(name, 'none')}",
-                    allowed="the same data, seed, windows and weights, in the same order",
-                    fix="restore the files or the settings, or begin a new job with the weights "
-                    "of this one",
-                )
-        self._order = self._stream.order(self._seed, batch)
+        check_identity(saved, self._stream.identity(self.seed))
+        self._order = self._stream.order(self.seed, batch)
         self._windows = {}
+
+
+def _own_range(split: StepSplit) -> tuple[int, int]:
+    """The samples of a step that are a rank's: the first, and the one after the last."""
+    own = [part for part in split if part.count]
+    return (own[0].start, own[-1].start + own[-1].count) if own else (0, 0)
 
 
 def column_values(column: pa.ChunkedArray) -> list[Any]:

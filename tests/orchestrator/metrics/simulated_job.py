@@ -101,7 +101,10 @@ class SimulatedJob:
                 "collectives/all_gather/bytes": 100.0 * step,
             }
             reported = {**GAUGES, "replica_step": float(step), **traffic, **gauges}
-            report = StepReport(generation, rank, step, {}, reported, UNIX + self.now_s)
+            streams = {"web/samples": 3.0, "s3://b/code/samples": 1.0, "web/blocks": 1.0}
+            streams |= {"web/bytes": 512.0, "web/hits": 3.0, "s3://b/code/waits": 1.0}
+            counters = {f"streams/{name}": number for name, number in streams.items()}
+            report = StepReport(generation, rank, step, counters, reported, UNIX + self.now_s)
             self.metrics.ranks.on_report(report)
             self.metrics.ranks.on_heartbeat(Heartbeat(rank, step + 1, "forward", 0.25))
             record = self.progress.add_report(report)

@@ -111,6 +111,14 @@ user_value{name=accuracy} 0.75
 process_cpu_cores{rank=0} 1.5
 device_utilization_ratio{rank=0} 0.75
 communication_bytes_total{collective=all_gather} 900
+data_wait_ratio 0.25
+stream_samples_total{source=web} 18
+stream_samples_total{source=s3://b/code} 6
+stream_share_ratio{source=web} 0.75
+stream_read_bytes_total{source=web} 3072
+stream_read_blocks_total{source=web} 6
+stream_block_uses_total{result=hit,source=web} 18
+stream_block_uses_total{result=wait,source=s3://b/code} 6
 communication_calls_total{collective=all_gather} 27
 """
 

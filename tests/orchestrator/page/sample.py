@@ -55,7 +55,13 @@ def sample(ranks: int = 4, state: str = "running", at_s: float = 4000.0) -> dict
             "lag_mean": 0.75,
             "lag_max": 1,
         },
+        "streams": {
+            "web": source(0.7, 0.999),
+            f"s3://bucket/code/{HTML}": source(0.2, 0.9),
+            "books": source(0.1, None),
+        },
         "progress": {
+            "data_wait_ratio": 0.031,
             "step": 12_345,
             "steps": 20_000,
             "remaining_s": 2481.0,
@@ -121,6 +127,19 @@ def role(scored: bool = True) -> dict[str, Any]:
     }
 
 
+def source(share: float, hit_ratio: float | None) -> dict[str, Any]:
+    """A source of a stream."""
+    return {
+        "samples": int(493_800 * share),
+        "blocks": int(1934 * share),
+        "bytes": int(3.1e10 * share),
+        "samples_per_s": 40 * share,
+        "bytes_per_s": 1.9e7 * share,
+        "share": share,
+        "hit_ratio": hit_ratio,
+    }
+
+
 def history(job: str = "gpt-stdlib", shift: float = 0.0) -> dict[str, Any]:
     """Its /history.json."""
     steps = range(0, 12_346, 60)
@@ -150,6 +169,10 @@ def history(job: str = "gpt-stdlib", shift: float = 0.0) -> dict[str, Any]:
         "roles/rollout/task_wait_s": curve(lambda at: 0.05 + 0.02 * sin(at / 70)),
         "roles/rollout/weights_wait_s": curve(lambda at: 0.01 + 0.004 * sin(at / 40)),
         "roles/reward/task_wait_s": curve(lambda at: 0.2 + 0.05 * sin(at / 90)),
+        "streams/web/samples_per_s": curve(lambda at: 28.0),
+        "streams/books/samples_per_s": curve(lambda at: 12.0),
+        "streams/web/bytes_per_s": curve(lambda at: 1.3e7 + 2e6 * sin(at / 40)),
+        "streams/books/bytes_per_s": curve(lambda at: 2e6 + 4e5 * sin(at / 70)),
         "rollouts/ready": curve(lambda at: 20 + 6 * sin(at / 150)),
         "rollouts/leased": curve(lambda at: 9 + 2 * sin(at / 50)),
         "rollouts/lag": curve(lambda at: 0.8 + 0.2 * sin(at / 80), 0.2),

@@ -127,6 +127,11 @@ def test_page_shows_all_values(tab: Browser, open_page: OpenPage, state: ServerS
         "rollout 1 on node a hangs",
         "rollout: reward",
         "reward, for tasks",
+        "3.1 % of a step",  # waiting for data
+        f"s3://bucket/code/{HTML}",  # a source of a stream
+        "Samples/s by source",
+        "28 · 70 %",  # its share
+        "99.9 %",  # found in memory
         "step 12199/20000",
         "gpus: 1",
     ):
@@ -178,13 +183,15 @@ def test_job_without_values(tab: Browser, open_page: OpenPage, state: ServerStat
     assert tab.errors == []
 
 
-def test_job_without_roles_has_no_lanes(
+def test_job_without_roles_and_streams_has_none_on_its_page(
     tab: Browser, open_page: OpenPage, state: ServerState
 ) -> None:
     assert state.snapshot is not None
-    del state.snapshot["roles"], state.snapshot["rollouts"]  # of an earlier version
+    for part in ("roles", "rollouts", "streams"):  # of an earlier version
+        del state.snapshot[part]
     open_page("12,345 of 20,000")
     assert "Roles" not in tab.evaluate(TEXT)
+    assert "Streams" not in tab.evaluate(TEXT)
     assert tab.errors == []
 
 
@@ -376,7 +383,7 @@ def test_fault_is_a_visible_dip(tab: Browser, open_page: OpenPage) -> None:
 
 def test_page_is_small_and_self_contained() -> None:
     text = render_page()
-    assert len(text.encode()) < 72_000
+    assert len(text.encode()) < 76_000
     assert "@@" not in text
     assert not re.search(
         r"(src|href)=[\"'](?!snapshot\.json|metrics|jobs\.csv|steps\.csv|#|data:,)", text

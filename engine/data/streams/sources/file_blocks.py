@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import pyarrow as pa
 import xxhash
+from numpy.typing import NDArray
 
 from rayzero.engine.data.streams.block import BlockSource
 from rayzero.engine.data.streams.sources.files import (
@@ -45,6 +47,10 @@ _SUFFIXES: dict[FormatName, tuple[str, ...]] = {
 
 class FileBlocks:
     """The blocks of files, in the sequence of the files and of the blocks in them.
+
+    A change that keeps size and time of a file is found by checksums: of JSON lines, gzip,
+    headers of tars, and pages of Parquet if the writer made them (`write_page_checksum`); not in
+    images and the files in a tar.
 
     Attributes:
         counts: int64, shape (blocks,).
@@ -85,6 +91,15 @@ class FileBlocks:
     def describe(self, block: int) -> str:
         number, place = block_at(self._index, block)
         return f"{self._files[number].url}, {self._form.describe(place)}"
+
+    @property
+    def files(self) -> Sequence[SourceFile]:
+        return self._files
+
+    @property
+    def file_numbers(self) -> NDArray[np.int32]:
+        """The number of each block's file. int32, shape (blocks,)."""
+        return self._index.table["file"].to_numpy()  # type: ignore[no-any-return]
 
     @property
     def fingerprint(self) -> str:

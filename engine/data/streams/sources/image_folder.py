@@ -82,6 +82,14 @@ class ImageFolder:
         return f"block {block}: {self.counts[block]} images from {first.url}"
 
     @property
+    def files(self) -> Sequence[SourceFile]:
+        return self._files
+
+    @property
+    def schema(self) -> pa.Schema:
+        return pa.schema([_SCHEMA.field(name) for name in self._columns])
+
+    @property
     def fingerprint(self) -> str:
         options = f"images {self._columns} {self.classes} {self._starts}"
         return listing_digest(self._files, options)

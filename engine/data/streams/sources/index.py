@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ import xxhash
 
 from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.store import open_store
-from rayzero.engine.data.streams.sources.files import SourceFile, read_checked
+from rayzero.engine.data.streams.sources.files import SourceFile, SourceReader, read_checked
 from rayzero.engine.data.streams.sources.formats import FileBlock, Format
 from rayzero.engine.errors import DataError
 
@@ -24,6 +24,7 @@ _VERSION = 1
 _MAX_BYTES = 1 << 31
 _SCANS = 16  # files at a time: they wait for the store more than for the processor
 _SETTING = "index_dir of rayzero.data.blocks"
+PROGRESS_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,26 @@ def listing_digest(files: Sequence[SourceFile], options: str) -> str:
 
 
 def _scan(files: Sequence[SourceFile], form: Format, retry_s: float) -> FileIndex:
+    readers: list[SourceReader] = []
+
+    def scan(reader: SourceReader) -> tuple[list[FileBlock], pa.Schema]:
+        readers.append(reader)
+        return form.scan(reader)
+
     with ThreadPoolExecutor(_SCANS, "index") as pool:
         try:
-            found = list(pool.map(lambda it: read_checked(it, "", form.scan, retry_s), files))
+            futures = [pool.submit(read_checked, file, "", scan, retry_s) for file in files]
+            while (state := wait(futures, PROGRESS_S, FIRST_EXCEPTION)).not_done:
+                for future in state.done:
+                    future.result()  # or raises, as one of them may have
+                read_bytes = sum(reader.tell() for reader in readers.copy())
+                log.info(
+                    "indexing: %d of %d files are done, %.0f MiB read",
+                    len(state.done),
+                    len(files),
+                    read_bytes / 2**20,
+                )
+            found = [future.result() for future in futures]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,7 +33,7 @@ def block_threads() -> list[threading.Thread]:
     return [it for it in threading.enumerate() if it.name in ("rayzero-blocks", "rayzero-prefetch")]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def no_leaked_threads() -> Iterator[None]:
     yield
     gc.collect()
@@ -132,7 +136,7 @@ def test_memory_is_bounded_and_what_does_not_fit_is_read_again(
 def test_sources_share_a_small_cache() -> None:
     """The current window of each is read before the next one of another: each block once."""
     web, code = (MemorySource([40] * 16, name, width=1000) for name in ("web", "code"))
-    limit = 11 * web.read(0).get_total_buffer_size()
+    limit = 13 * web.read(0).get_total_buffer_size()
     web.reads.clear()
     parts = {it.name: (rayzero.data.stream(it, 4), 0.5) for it in (web, code)}
     source = make_source(rayzero.data.mix(parts, cache_bytes=limit), 16)
@@ -144,6 +148,29 @@ def test_sources_share_a_small_cache() -> None:
     assert len(set(rows)) == 960
     assert set(web.reads.values()) | set(code.reads.values()) == {1}
     assert source.cache.counters.peak_bytes <= 1.1 * limit
+
+
+def make_block(kind: str, number: int) -> pa.Table:
+    """8 MB: 2048 rows of 4 kB."""
+    rng = np.random.default_rng(number)
+    if kind == "strings":
+        return pa.table({"text": [rng.bytes(2048).hex() for _ in range(2048)]})
+    tokens = pa.array(rng.integers(0, 2**31, 2048 * 1024, dtype=np.int32))
+    return pa.table({"ids": pa.FixedSizeListArray.from_arrays(tokens, 1024)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["strings", "lists"])
+def test_private_memory_is_bounded(kind: str, tmp_path: Path) -> None:
+    """Of a process, with what reads and allocators take."""
+    path = tmp_path / "a.parquet"
+    with pq.ParquetWriter(path, make_block(kind, 0).schema) as writer:
+        for number in range(20):
+            writer.write_table(make_block(kind, number))
+    limit = 64 << 20
+    command = [sys.executable, "-m", "tests.engine.data.streams.measure_memory"]
+    run = subprocess.run([*command, path, str(limit)], stdout=subprocess.PIPE, check=True)
+    assert 0.2 * limit < int(run.stdout) <= 1.1 * limit
 
 
 def test_a_block_larger_than_the_limit_is_refused() -> None:
@@ -183,11 +210,10 @@ def test_errors_name_source_block_and_row_and_a_read_is_tried_again() -> None:
     memory, failures = MemorySource([50]), [OSError("storage is away")]
     memory.before_read = lambda block: (_ for _ in ()).throw(failures.pop()) if failures else None
     source = make_source(rayzero.data.stream(memory, transform=lambda it: 1 // it["row"]), 50)
-    part = assign_step(50, 1, 0, 50)[0]
     with pytest.raises(DataError, match=r"block 0\) could not be read: OSError: storage is away"):
-        source.read(0, part, is_last=True, check=no_check)
+        read_step(source, 0, 50, 50, 1)
     with pytest.raises(DataError, match=r"row 0 of block 0 of 'memory' \(memory block 0\)"):
-        source.read(0, part, is_last=True, check=no_check)
+        read_step(source, 0, 50, 50, 1)
 
 
 def test_a_block_with_other_rows_is_refused() -> None:
@@ -216,7 +242,7 @@ def test_state_of_another_stream_is_refused_and_its_batch_kept() -> None:
         (make_mix(), "blocks and rows of 'memory'"),
     ):
         make_source(other, 6, register=loaded)
-        with pytest.raises(EngineError, match=named):
+        with pytest.raises(DataError, match=named):
             loaded.set(saved.get())
 
 
@@ -257,6 +283,39 @@ def test_mixtures_name_what_is_wrong() -> None:
         rayzero.data.mix({})
 
 
+@pytest.mark.parametrize("world", [1, 3])
+def test_counts_of_a_step_are_those_of_its_rows(world: int) -> None:
+    """Of all ranks together, which have 10 samples a step: the third one is of `code` alone."""
+    secret = MemorySource([30] * 4, "s3://key:secret@bucket/web")
+    code = MemorySource([20] * 4, "code")
+    stream = rayzero.data.mix(
+        {secret.name: (secret, 0.8), "code": (code, 0.2)}, changes={2: {secret.name: 0}}
+    )
+    seen: list[Counter[tuple[str, str]]] = [Counter() for _ in range(3)]
+    for rank in range(world):
+        split = StepSplit(assign_step(10, world, rank, 2))
+        source = make_source(stream, 10)
+        source.begin(0, split, no_check)
+        for step, counts in enumerate(seen):
+            for part in split:
+                source.read(step * 10, part, is_last=False, check=no_check)
+            source._progress.sample_cursor += 10  # as a finished step does
+            for name, of_source in source.take_counts().items():
+                counts.update({(name, kind): number for kind, number in of_source.items()})
+    web = "s3://***@bucket/web"
+    assert [(it[web, "samples"], it["code", "samples"]) for it in seen] == [(8, 2), (8, 2), (0, 10)]
+    total = sum(seen, Counter())
+    assert {name for name, _ in total} == {web, "code"}
+    for memory, name in ((secret, web), (code, "code")):
+        assert total[name, "blocks"] <= sum(memory.reads.values())
+        uses = total[name, "hits"] + total[name, "waits"]
+        assert uses >= total[name, "blocks"] or not total[name, "hits"]
+        row = memory.read(0).get_total_buffer_size() / int(memory.counts[0])
+        assert total[name, "bytes"] == pytest.approx(
+            total[name, "blocks"] * memory.counts[0] * row, rel=0.1
+        )
+
+
 def test_engine_trains_on_a_stream() -> None:
     """Against plain torch over the rows of the order."""
     config = {
@@ -276,6 +335,7 @@ def test_engine_trains_on_a_stream() -> None:
         engine.backward(engine(batch).square().mean())
         engine.step()
     assert engine.global_steps == 6
+    assert engine.internals.meter.step_work.take_stream_counts()["memory"]["samples"] == 6
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
     for step in range(6):
         rows = torch.tensor(stream.order(0, 6).indices(step * 6, 6) / 36).float()[:, None]

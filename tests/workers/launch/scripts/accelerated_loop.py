@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ def main() -> None:
     parser.add_argument("--numbered", action="store_true", help="Accelerate names checkpoints")
     parser.add_argument("--resume", type=Path, help="a checkpoint of --save-at")
     parser.add_argument("--stage", type=int, default=2)
-    parser.add_argument("--plain", action="store_true", help="no config; clips its gradients")
+    parser.add_argument("--plain", action="store_true", help="no config, no accumulate; clips")
     parser.add_argument("--samples", type=int, default=24)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--width", type=int, default=4)
@@ -86,7 +87,7 @@ def main() -> None:
             time.sleep(0 if (args.out / "fast").exists() else args.pace_s)
             step = getattr(model, "global_steps", 0)
             note(args.out, "used", [time.time(), step, indices.tolist()])
-            with accelerator.accumulate(model):
+            with nullcontext() if args.plain else accelerator.accumulate(model):
                 accelerator.backward(model(rows).pow(2).mean())
                 norm = None
                 if args.plain and accelerator.sync_gradients:

@@ -1,0 +1,186 @@
+"""`rayzero data`: what the files of a stream hold, and which samples a step has."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
+
+import numpy as np
+import typer
+
+from rayzero.engine.errors import ConfigError
+from rayzero.engine.redact import redact_url
+from rayzero.orchestrator.cli.command import JsonValueFlag, local_command, new_group
+from rayzero.orchestrator.top.format import format_size, table_lines
+
+if TYPE_CHECKING:
+    from rayzero.engine.data.streams.sources.file_blocks import FileBlocks, FormatName
+    from rayzero.engine.data.streams.sources.image_folder import ImageFolder
+
+MAX_FILES = 20
+"""Files that the table shows."""
+
+commands = new_group(
+    "Look into the data of streams.", "rayzero data inspect 's3://bucket/web/*.parquet'"
+)
+
+
+DataPaths: TypeAlias = Annotated[
+    list[str],
+    typer.Argument(
+        help="Files, folders or patterns, as for rayzero.data.blocks: paths, or URLs with s3, gs "
+        "or hdfs.",
+        metavar="PATHS...",
+    ),
+]
+StepOption: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Print the samples of this step of a stream of these files, counted from 1 as in the "
+        "ledger.",
+    ),
+]
+
+
+@commands.command(
+    "inspect",
+    epilog="Example: rayzero data inspect 's3://bucket/web/*.parquet' --step 1000 --batch 64",
+)
+@local_command
+def inspect_command(
+    paths: DataPaths,
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="parquet, json, webdataset or images; default: by the names of the files.",
+        ),
+    ] = None,
+    columns: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Only these columns; default: all.")
+    ] = None,
+    step: StepOption = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="B", help="The train_batch_size with which the job began."),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="S", help="The job's.")] = 0,
+    window: Annotated[
+        int, typer.Option(min=1, metavar="W", help="The stream's shuffle_window.")
+    ] = 16,
+    as_json: JsonValueFlag = False,
+) -> None:
+    """Print files, blocks, rows, bytes and columns of data, and the samples of a step.
+
+    Reads what is needed to find the blocks: footers of Parquet files, headers of tars, all of JSON
+    lines. Of a mixture, inspect its sources one by one.
+
+    Exit code 0: printed. 1: there are no files, or one cannot be read. 2: wrong arguments.
+    """
+    if step is not None and batch is None:
+        raise ConfigError("--step is given without a batch size", "--step N --batch B")
+    from rayzero.engine.data.streams.sources.file_blocks import blocks
+
+    with _log_on_stderr():
+        opened = blocks(
+            paths if len(paths) > 1 else paths[0],
+            columns.split(",") if columns is not None else None,
+            cast("FormatName | None", kind),
+        )
+    source = cast("FileBlocks | ImageFolder", opened)
+    value = _describe(source)
+    if step is not None and batch is not None:
+        value["step"] = {"step": step, "train_batch_size": batch, "seed": seed, "window": window}
+        value["samples"] = list(_samples(source, step, batch, seed, window))
+    if as_json:
+        print(json.dumps(value))
+        return
+    for line in _lines(value):
+        print(line)
+
+
+@contextmanager
+def _log_on_stderr() -> Iterator[None]:
+    """Shows how far a long scan is."""
+    log = logging.getLogger("rayzero.engine.data")
+    handler = logging.StreamHandler()
+    level = log.level
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+def _describe(source: FileBlocks | ImageFolder) -> dict[str, Any]:
+    files = [
+        {"url": redact_url(file.url), "bytes": file.nbytes, "modified_s": file.modified_s}
+        for file in source.files
+    ]
+    if (numbers := getattr(source, "file_numbers", None)) is not None:
+        blocks = np.bincount(numbers, minlength=len(files))
+        rows = np.bincount(numbers, weights=source.counts, minlength=len(files))
+        for file, of_file, rows_of_file in zip(files, blocks, rows, strict=True):
+            file |= {"blocks": int(of_file), "rows": int(rows_of_file)}
+    return {
+        "name": redact_url(source.name),
+        "blocks": len(source.counts),
+        "rows": int(source.counts.sum()),
+        "rows_of_a_block": [int(source.counts.min()), int(source.counts.max())],
+        "bytes": sum(file.nbytes for file in source.files),
+        "columns": {field.name: str(field.type) for field in source.schema},
+        "fingerprint": source.fingerprint,
+        "files": files,
+    }
+
+
+def _samples(
+    source: FileBlocks | ImageFolder, step: int, batch: int, seed: int, window: int
+) -> Iterator[dict[str, Any]]:
+    """The samples of a step in their order, as a job with a stream of this source has them."""
+    from rayzero.engine.data.streams.order import BlockOrder, StreamOrder
+
+    order = StreamOrder([BlockOrder(source.counts, seed, window)], None, batch)
+    places = order.places((step - 1) * batch, batch)
+    numbers = order.numbers(places)
+    for block, row, number in zip(places.blocks, places.rows, numbers, strict=True):
+        where = redact_url(source.describe(int(block)))
+        yield {"block": int(block), "row": int(row), "number": int(number), "where": where}
+
+
+def _lines(value: dict[str, Any]) -> Iterator[str]:
+    least, most = value["rows_of_a_block"]
+    files = value["files"]
+    yield (
+        f"{value['name']}: {len(files):,} files, {value['blocks']:,} blocks of {least:,} to "
+        f"{most:,} rows, {value['rows']:,} rows, {format_size(value['bytes'])}"
+    )
+    yield "columns: " + ", ".join(f"{name} ({kind})" for name, kind in value["columns"].items())
+    shown = [file for file in files if "blocks" in file][:MAX_FILES]
+    rows = [
+        (f"{it['blocks']:,}", f"{it['rows']:,}", format_size(it["bytes"]), it["url"])
+        for it in shown
+    ]
+    if rows:
+        yield from table_lines([("blocks", "rows", "size", "file"), *rows])
+    if shown and len(files) > len(shown):
+        yield f"and {len(files) - len(shown):,} more: --json has all"
+    if "samples" in value:
+        of = value["step"]
+        yield (
+            f"step {of['step']} with a train_batch_size of {of['train_batch_size']}, seed "
+            f"{of['seed']} and a shuffle_window of {of['window']}:"
+        )
+        cells = [
+            (f"{it['number']}", f"{it['block']}", f"{it['row']}", it["where"])
+            for it in value["samples"]
+        ]
+        yield from table_lines([("number", "block", "row", "place"), *cells])

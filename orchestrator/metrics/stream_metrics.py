@@ -1,0 +1,80 @@
+"""The metrics of a job's data and streams, and the streams' part of its snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rayzero.orchestrator.metrics.job_metrics import JobMetrics
+from rayzero.orchestrator.metrics.series import counter, gauge
+from rayzero.orchestrator.metrics.stream_table import SourceValues
+
+
+def stream_rows(job: JobMetrics) -> dict[str, dict[str, Any]]:
+    """The sources for the snapshot."""
+    return {
+        source: {
+            **{kind: values.totals[kind] for kind in ("samples", "blocks", "bytes")},
+            **{f"{kind}_per_s": amount for kind, amount in values.per_s.items()},
+            "share": values.share,
+            "hit_ratio": values.hit_ratio,
+        }
+        for source, values in job.streams.by_source.items()
+    }
+
+
+def _of_sources(
+    read: Callable[[SourceValues], float],
+) -> Callable[[JobMetrics], Mapping[str, float]]:
+    """A reader of one value of each source."""
+    return lambda job: {source: read(it) for source, it in job.streams.by_source.items()}
+
+
+def _block_uses(job: JobMetrics) -> Mapping[tuple[str, ...], float]:
+    """How often batches took rows of blocks, by source and `result`."""
+    return {
+        (source, result): values.totals[f"{result}s"]
+        for source, values in job.streams.by_source.items()
+        for result in ("hit", "wait")
+    }
+
+
+DATA_SERIES = (
+    gauge(
+        "rayzero_data_wait_ratio",
+        "Share of the last step in which ranks waited for data, the mean over ranks.",
+        "steps.data_wait_ratio",
+    ),
+    counter(
+        "rayzero_stream_samples_total",
+        "Samples of a source in finished steps.",
+        _of_sources(lambda it: it.totals["samples"]),
+        "source",
+    ),
+    gauge(
+        "rayzero_stream_share_ratio",
+        "Share of a source in the samples of the last step.",
+        _of_sources(lambda it: it.share),
+        "source",
+    ),
+    counter(
+        "rayzero_stream_read_bytes_total",
+        "Bytes in memory of the blocks that were read, the sum over ranks.",
+        _of_sources(lambda it: it.totals["bytes"]),
+        "source",
+    ),
+    counter(
+        "rayzero_stream_read_blocks_total",
+        "Blocks that were read, the sum over ranks.",
+        _of_sources(lambda it: it.totals["blocks"]),
+        "source",
+    ),
+    counter(
+        "rayzero_stream_block_uses_total",
+        "How often a batch took rows of a block that was in memory (`hit`) or for which it "
+        "waited (`wait`), the sum over ranks.",
+        _block_uses,
+        "source",
+        "result",
+    ),
+)

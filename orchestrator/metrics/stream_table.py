@@ -1,0 +1,71 @@
+"""The amounts that a job's ranks read of their streams, by source. No clock, no I/O."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+from rayzero.orchestrator.metrics.role_table import one
+from rayzero.orchestrator.progress import SMOOTHING, StepRecord
+from rayzero.workers.messages import Spread
+
+MAX_SOURCES = 100
+"""Sources of a job's streams; bounds the number of Prometheus series. Further ones have none."""
+_PREFIX = "streams/"
+
+
+@dataclass
+class SourceValues:
+    """One source, over all ranks.
+
+    Args:
+        totals: its `samples` in finished steps; of its blocks: how many were read, their `bytes` in
+            memory, and how often a batch took rows of one that was there or not, `hits` and
+            `waits`.
+        share: of the samples of the newest step.
+        per_s: samples and bytes a second, of recent steps.
+    """
+
+    totals: Counter[str] = field(default_factory=Counter)
+    share: float = 0.0
+    per_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def hit_ratio(self) -> float | None:
+        uses = self.totals["hits"] + self.totals["waits"]
+        return self.totals["hits"] / uses if uses else None
+
+
+class StreamTable:
+    """The sources of a job's streams, by name; without a stream there are none."""
+
+    def __init__(self) -> None:
+        self.by_source: dict[str, SourceValues] = {}
+        self._step_s = 0.0  # of recent steps, as the amounts
+        self._amounts: defaultdict[tuple[str, str], float] = defaultdict(float)
+
+    def add_step(self, record: StepRecord) -> dict[str, Spread]:
+        """Returns the values of the curves at this step, by their names."""
+        counts: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        for name, number in record.gauges.items():
+            if name.startswith(_PREFIX):
+                source, _, kind = name.removeprefix(_PREFIX).rpartition("/")
+                counts[source][kind] = number
+        for source in counts:
+            if len(self.by_source) < MAX_SOURCES:
+                self.by_source.setdefault(source, SourceValues())
+        samples = sum(of_one.get("samples", 0) for of_one in counts.values())
+        weight = SMOOTHING if self._step_s else 1.0
+        self._step_s += weight * (record.step_s - self._step_s)
+        curves: dict[str, Spread] = {}
+        for source, values in self.by_source.items():
+            step = counts[source]
+            values.totals.update({kind: int(number) for kind, number in step.items()})
+            values.share = step.get("samples", 0) / samples if samples else 0.0
+            for kind in ("samples", "bytes"):
+                number, key = step.get(kind, 0.0), (source, kind)
+                self._amounts[key] += weight * (number - self._amounts[key])
+                if self._step_s > 0:  # blocks are read in bursts: curves are smooth, too
+                    values.per_s[kind] = self._amounts[key] / self._step_s
+                    curves[f"{_PREFIX}{source}/{kind}_per_s"] = one(values.per_s[kind])
+        return curves
