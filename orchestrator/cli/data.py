@@ -148,7 +148,7 @@ def _samples(
     """The samples of a step in their order, as a job with a stream of this source has them."""
     from rayzero.engine.data.streams.order import BlockOrder, StreamOrder
 
-    order = StreamOrder([BlockOrder(source.counts, seed, window)], None, batch)
+    order = StreamOrder([BlockOrder(source.counts, seed, window, batch)], None, batch)
     places = order.places((step - 1) * batch, batch)
     numbers = order.numbers(places)
     for block, row, number in zip(places.blocks, places.rows, numbers, strict=True):
