@@ -60,8 +60,8 @@ class StreamDataset(BlockStream, Dataset[Any]):
 
     @cached_property
     def _sources(self) -> dict[tuple[int, int], StreamSource]:
-        """By process and seed: a forked process neither uses nor frees those of its parent, whose
-        locks may be held."""
+        """Sources by process and seed: a forked process neither uses nor frees those of its parent,
+        whose locks may be held."""
         return {}
 
     def _source(self) -> StreamSource:
