@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 
-import numpy as np
 import typer
 
 from rayzero.engine.errors import ConfigError
@@ -121,6 +120,8 @@ def _log_on_stderr() -> Iterator[None]:
 
 
 def _describe(source: FileBlocks | ImageFolder) -> dict[str, Any]:
+    import numpy as np  # slow
+
     files = [
         {"url": redact_url(file.url), "bytes": file.nbytes, "modified_s": file.modified_s}
         for file in source.files
