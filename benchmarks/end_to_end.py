@@ -49,14 +49,15 @@ class Lifecycle:
         folder: for all files that are written.
         interval: minimum number of steps between two events.
         pause_s: of the job before each micro-step.
+        forks: of `TokenHead`.
     """
 
-    def __init__(self, folder: Path, interval: int, pause_s: float) -> None:
+    def __init__(self, folder: Path, interval: int, pause_s: float, forks: bool) -> None:
         self.seconds: dict[str, float] = {}
         self.results: dict[str, Any] = {}
         self._interval = interval
         self._data = folder / "data"
-        self._head = TokenHead(folder, cpus=3, forks=False)
+        self._head = TokenHead(folder, cpus=3, forks=forks)
         self._job = MonitoredJob(self._head, "end-to-end", self._data, pause_s)
 
     def run(self) -> None:
@@ -211,11 +212,14 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--more", type=int, default=20, help="minimum steps between two events")
     parser.add_argument("--pause-s", type=float, default=0.0, help="pause before each micro-step")
+    parser.add_argument(
+        "--forks", action="store_true", help="start workers as a local cluster does"
+    )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the result to this file")
     options = parser.parse_args(arguments)
     console, machine = Console(), describe_machine()
     with tempfile.TemporaryDirectory(prefix="end-to-end-") as folder:
-        lifecycle = Lifecycle(Path(folder), options.more, options.pause_s)
+        lifecycle = Lifecycle(Path(folder), options.more, options.pause_s, options.forks)
         try:
             lifecycle.run()
         except (ExpectationError, TimeoutError) as error:

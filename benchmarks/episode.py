@@ -16,6 +16,7 @@ from benchmarks.soak_control import SoakControl, parse_disruption
 from benchmarks.soak_plan import WORLD_SIZE, Plan
 from benchmarks.soak_submission import (
     JOB_NAME,
+    STREAM_FOLDER,
     TIMEOUT_S,
     EventLogger,
     Recovery,
@@ -23,7 +24,7 @@ from benchmarks.soak_submission import (
     run_job,
 )
 from benchmarks.soak_target import Target
-from rayzero.engine.data.sample_ledger import check_ledger
+from rayzero.engine.data.sample_ledger import Order, check_ledger
 from rayzero.engine.data.sampling import SampleOrder
 
 RTOL, ATOL = 1e-9, 1e-12
@@ -51,6 +52,8 @@ def run(episode: Plan, folder: Path, nodes: int, replace_lost_nodes: Callable[[]
     control.clear()
     successor = Successor(episode, folder, nodes)
     output_dir = folder / JOB_NAME
+    if episode.stream:
+        soak_job.write_stream(folder / STREAM_FOLDER)
     log = EventLogger(output_dir, control)
     target = Target(output_dir, control, WORLD_SIZE, threading.Event(), successor.start)
     disruptions = [text for text in episode.faults if parse_disruption(text) is not None]
@@ -88,23 +91,25 @@ def run(episode: Plan, folder: Path, nodes: int, replace_lost_nodes: Callable[[]
     if not error and episode.rollouts:
         lost += soak_rollouts.check(output_dir, control, episode.steps, episode.seed)
     elif not error:
-        lost += [*_check_weights(episode, output_dir), *_check_samples(episode, output_dir)]
+        lost += _check_training(episode, folder)
     fired = [event.fault for event in soak_job.read_fired(str(output_dir))]
     return Outcome(episode, time.monotonic() - start_s, fired, log.recoveries, lost)
 
 
-def _check_weights(episode: Plan, output_dir: Path) -> list[str]:
-    weights = torch.load(output_dir / "weights.pt", weights_only=True)
-    batches = soak_job.batches_in_order(episode.steps, episode.seed)
+def _check_training(episode: Plan, folder: Path) -> list[str]:
+    """Compares weights with plain torch, and the ledger with the order."""
+    order: Order = SampleOrder(soak_job.LENGTH, episode.seed)
+    if episode.stream:
+        stream = soak_job.open_stream(folder / STREAM_FOLDER)
+        order = stream.order(episode.seed, soak_job.SAMPLES)
+    weights = torch.load(folder / JOB_NAME / "weights.pt", weights_only=True)
+    batches = soak_job.batches_in_order(episode.steps, order)
     (*_, expected) = soak_job.train_reference(batches, episode.seed)
-    return [
+    problems = [
         f"weights: {name} differs from plain torch"
         for name in expected
         if not torch.allclose(weights[name], expected[name], rtol=RTOL, atol=ATOL)
     ]
-
-
-def _check_samples(episode: Plan, output_dir: Path) -> list[str]:
-    order = SampleOrder(soak_job.LENGTH, episode.seed)
-    problems = check_ledger(output_dir / "ledger", order, soak_job.SAMPLES, episode.steps)
-    return [f"ledger: {problem}" for problem in problems]
+    ledger = folder / JOB_NAME / "ledger"
+    mismatches = check_ledger(ledger, order, soak_job.SAMPLES, episode.steps)
+    return problems + [f"ledger: {it}" for it in mismatches]

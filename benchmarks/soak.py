@@ -87,7 +87,7 @@ class Record:
         if not self.path.exists():
             return ""
         saved = json.loads(self.path.read_text())
-        for key in ("seed", "nodes", "kinds", "episode_faults", "rollouts"):
+        for key in ("seed", "nodes", "kinds", "episode_faults", "rollouts", "stream"):
             if saved.get(key, False) != self._settings[key]:
                 return f"{self.path} is of {key} {saved.get(key)}, not {self._settings[key]}"
         self.outcomes = [_parse_outcome(entry) for entry in saved["episodes"]]
@@ -112,7 +112,8 @@ def remaining_episodes(options: argparse.Namespace, done: int) -> Iterator[Plan]
     """Plans of the episodes after the first `done`."""
     for number in range(done, math.ceil(options.faults / EPISODE_FAULTS)):
         count = min(EPISODE_FAULTS, options.faults - number * EPISODE_FAULTS)
-        yield plan(options.seed, number, count, options.kinds, options.nodes, options.rollouts)
+        kinds, of_rollouts = options.kinds, options.rollouts
+        yield plan(options.seed, number, count, kinds, options.nodes, of_rollouts, options.stream)
 
 
 def format_outcome(outcome: Outcome) -> str:
@@ -176,6 +177,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--nccl-like", action="store_true", help=text)
     text = "jobs that train on rollouts, with roles; by default fewer kinds of faults"
     parser.add_argument("--rollouts", action="store_true", help=text)
+    text = "jobs whose data is a mixture of streams of Parquet and of JSON lines"
+    parser.add_argument("--stream", action="store_true", help=text)
     parser.add_argument("--keep", action="store_true", help="keep the files of every episode")
     parser.add_argument("--resume", action="store_true", help="continue an existing record")
     options = parser.parse_args(arguments)
@@ -189,6 +192,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     if impossible := [f"{name}: {refused[name]}" for name in options.kinds if name in refused]:
         parser.error(f"this machine cannot inflict {'; '.join(impossible)}")
     options.refused = refused
+    if options.stream and options.rollouts:
+        parser.error("a job trains on rollouts or on a stream")
     if options.faults < 1:
         parser.error("at least one fault is required")
     options.state = options.state or Path(f"runs/soak-{options.seed}.json")
@@ -212,6 +217,7 @@ def main(arguments: list[str]) -> int:
         "kinds": options.kinds,
         "episode_faults": EPISODE_FAULTS,
         "rollouts": options.rollouts,
+        "stream": options.stream,
     }
     record = Record(options.state, settings)
     if options.resume and (reason := record.resume()):

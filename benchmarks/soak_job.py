@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -9,11 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 
+import rayzero.data
 from benchmarks.soak_control import RankState, SoakControl, parse_disruption
-from rayzero.engine.data.sampling import SampleOrder
+from rayzero.engine.data.sample_ledger import Order
+from rayzero.engine.data.streams.source import BlockStream
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import FaultFired, parse_fault
 from rayzero.workers.context import Context
@@ -27,6 +32,8 @@ LONG_CALL_S = 2.5
 """Below the job's hang rule, and over a hundred usual steps."""
 SWALLOW_PAUSE_S = 0.1
 SAVE_TIMEOUT_S = 3.0
+PARQUET_ROWS, BLOCK_ROWS, BLOCK_BYTES, WINDOW = 30, 4, 500, 3
+"""Of a job on a stream: blocks of 4 rows, windows of 3 blocks."""
 GROUP, PROMPTS = 3, list(range(7))
 """Of a job with rollouts."""
 
@@ -41,6 +48,29 @@ class Points:
         generator = torch.Generator().manual_seed(index)
         x = torch.randn(6, generator=generator, dtype=torch.float64)
         return x, x.sum().reshape(1).sin()
+
+
+def write_stream(folder: Path) -> None:
+    """The samples as files: the first ones in Parquet, the others as JSON lines."""
+    rows = [{"x": x.tolist(), "y": y.tolist()} for x, y in map(Points().__getitem__, range(LENGTH))]
+    folder.mkdir()
+    table = pa.Table.from_pylist(rows[:PARQUET_ROWS])
+    pq.write_table(table, folder / "a.parquet", row_group_size=BLOCK_ROWS)
+    lines = [json.dumps(row) + "\n" for row in rows[PARQUET_ROWS:]]
+    (folder / "b.jsonl").write_text("".join(lines))
+
+
+def open_stream(folder: Path) -> BlockStream:
+    """A mixture of both files, whose rows have the numbers of the samples."""
+
+    def to_tensors(row: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        return torch.from_numpy(row["x"]), torch.from_numpy(row["y"])
+
+    def of_file(name: str) -> BlockStream:
+        source = rayzero.data.blocks(folder / name, block_bytes=BLOCK_BYTES)
+        return rayzero.data.stream(source, WINDOW, transform=to_tensors)
+
+    return rayzero.data.mix({"a": (of_file("a.parquet"), 2), "b": (of_file("b.jsonl"), 1)})
 
 
 def make_model(seed: int) -> nn.Module:
@@ -68,7 +98,9 @@ def train(ctx: Context) -> None:
     if not control.has_reported():
         control.die_if_requested("joining")
     model, has_rollouts = make_model(ctx.seed), ctx.args["rollouts"]
-    data = None if has_rollouts else Points()
+    data: Any = None if has_rollouts else Points()
+    if folder := ctx.args["stream"]:
+        data = open_stream(Path(folder))
     engine, _, loader, _ = ctx.initialize(model=model, training_data=data)
     loader = ctx.rollouts(PROMPTS, engine) if has_rollouts else loader
     swallows = False
@@ -151,9 +183,8 @@ def _total_firings(text: str) -> int:
     return 1 if parse_disruption(text) else parse_fault(text).total_firings
 
 
-def batches_in_order(steps: int, seed: int) -> list[list[int]]:
-    """The samples of each step, in rayzero's order."""
-    order = SampleOrder(LENGTH, seed)
+def batches_in_order(steps: int, order: Order) -> list[list[int]]:
+    """The samples of each step."""
     return [order.indices(step * SAMPLES, SAMPLES).tolist() for step in range(steps)]
 
 

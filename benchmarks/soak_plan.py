@@ -39,6 +39,8 @@ class Plan:
     faults: tuple[str, ...]
     rollouts: bool = False
     """Whether the job trains on rollouts."""
+    stream: bool = False
+    """Whether its data is a mixture of streams of files."""
 
 
 def plan(
@@ -48,6 +50,7 @@ def plan(
     kinds: Sequence[str],
     nodes: int,
     rollouts: bool = False,
+    stream: bool = False,
 ) -> Plan:
     """Plan the episode with the given number for the given soak seed."""
     rng = random.Random(f"{seed}-{number}")
@@ -67,7 +70,7 @@ def plan(
         elif disruption.at_end and part == count - 1 and rng.random() < AT_EDGE:
             step = steps - 1
         faults.append(format_disruption(name, step))
-    return Plan(number, episode_seed, stage, steps, tuple(faults), rollouts)
+    return Plan(number, episode_seed, stage, steps, tuple(faults), rollouts, stream)
 
 
 def _is_used_up(name: str, drawn: list[str]) -> bool:

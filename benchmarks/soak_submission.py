@@ -36,6 +36,8 @@ from rayzero.orchestrator.spec import Rollouts, Workers
 from rayzero.workers.chaos.spec import FaultFired
 
 JOB_NAME = "soak"
+STREAM_FOLDER = "stream"
+"""Beside the job's, of which faults damage files."""
 TIMEOUT_S = 600.0
 """For a whole episode, of which a busy machine needs 300 s."""
 STOP_TIMEOUT_S = 60.0
@@ -82,6 +84,7 @@ def make_job(episode: Plan, folder: Path) -> Job:
             "world_size": WORLD_SIZE,
             "faults": list(episode.faults),
             "rollouts": episode.rollouts,
+            "stream": str(folder / STREAM_FOLDER) if episode.stream else "",
         },
         steps=episode.steps,
         seed=episode.seed,

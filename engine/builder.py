@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -22,11 +23,14 @@ from rayzero.engine.compiling import (
 )
 from rayzero.engine.compression.gradients import OneBitAdamReduction
 from rayzero.engine.config import EngineConfig, resolve_batch_sizes
-from rayzero.engine.data.loader import DatasetSource, MapDataset, SampleSource, StepLoader
+from rayzero.engine.data.loader import StepLoader
 from rayzero.engine.data.micro_batches import MicroBatches
+from rayzero.engine.data.sample_source import DatasetSource, MapDataset, SampleSource
 from rayzero.engine.data.sampling import StepSplit, TrainingProgress, assign_step
 from rayzero.engine.data.streams.api import stream
 from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.data.streams.iterable_source import IterableSource
+from rayzero.engine.data.streams.readers import IterableStream
 from rayzero.engine.data.streams.source import BlockStream, StreamSource
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.leaf_modules import apply_leaf_names
@@ -233,7 +237,7 @@ def split_step(settings: Settings, collectives: Collectives) -> StepSplit:
 
 def make_loader(
     step: TrainingStep,
-    data: MapDataset | SampleSource | BlockStream | BlockSource,
+    data: MapDataset | SampleSource | BlockStream | BlockSource | IterableStream,
     collate_fn: Callable[[list[Any]], Any] | None,
     session: HostSession | None,
 ) -> StepLoader:
@@ -244,6 +248,9 @@ def make_loader(
     if isinstance(data, BlockStream):
         data = StreamSource(data, seed, step.micro_batches.progress, step.state.register)
         step.meter.step_work.take_stream_counts = data.take_counts
+    if isinstance(data, IterableStream):
+        register = partial(step.state.register, shared=True)
+        data = IterableSource(data, step.micro_batches.progress, register)
     if not isinstance(data, SampleSource):
         data = DatasetSource(data, seed)
     return StepLoader(
@@ -252,6 +259,7 @@ def make_loader(
         collate_fn,
         step.settings.device,
         step.reforming,
+        step.settings.config.rayzero.loader,
     )
 
 

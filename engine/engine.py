@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from rayzero.engine.builder import SchedulerLike, build_training_step, make_loader, make_model
 from rayzero.engine.checkpoint_io import load_checkpoint, save_checkpoint
 from rayzero.engine.config.explain import log_explanation
-from rayzero.engine.data.loader import MapDataset, StepLoader
+from rayzero.engine.data.loader import StepLoader
+from rayzero.engine.data.sample_source import MapDataset
 from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.data.streams.readers import IterableStream
 from rayzero.engine.data.streams.source import BlockStream
 from rayzero.engine.metrics import StepMetrics
 from rayzero.engine.model_claims import check_unclaimed, claim_params
@@ -84,7 +86,7 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
         *,
         config: ConfigLike | None = None,
         model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
-        training_data: MapDataset | BlockStream | BlockSource | None = None,
+        training_data: MapDataset | BlockStream | BlockSource | IterableStream | None = None,
         lr_scheduler: SchedulerLike | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         name: str | None = None,
@@ -317,7 +319,10 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
             callback(self)
 
     def close(self) -> None:
-        """Removes the model's hooks and closes files. The engine cannot be used afterwards."""
+        """Removes the model's hooks, closes files, and ends the loader's processes. The engine
+        cannot be used afterwards."""
+        if isinstance(loader := self.training_dataloader, StepLoader):
+            loader.close()
         self._step.close()
         if (session := self._step.micro_batches.session) is not None:
             session.on_engine_closed()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -89,6 +89,7 @@ class StepMetrics:
     flops_per_s: float | None = None  # this rank's forward and backward
     mfu: float | None = None  # model flops utilization, relative to the device's peak
     skipped_steps: int = 0  # steps that changed nothing: their gradient was not finite
+    bad_samples: int = 0  # left out, because they could not be made, over all ranks
     loss_scale: float = 1.0  # of the next step in fp16
     bytes: dict[str, int] = field(default_factory=dict)  # `accounting.bytes_by_class`
     # Calls and bytes by collective, since the engine was built.
@@ -180,8 +181,9 @@ class StepMeter:
         return self.phases.enter
 
     def step_requests(self) -> StepRequests:
-        """The host's requests for the vote of this step."""
-        return self._session.step_requests() if self._session is not None else NO_REQUESTS
+        """The host's requests for the vote of this step, with this rank's bad samples."""
+        own = self._session.step_requests() if self._session is not None else NO_REQUESTS
+        return replace(own, bad_samples=self._progress.bad_in_step)
 
     def admits_load(self, step: int, client_keys: Sequence[str]) -> bool:
         """Calls the session's `admits_load`; True without a session."""
@@ -247,6 +249,7 @@ class StepMeter:
             step=self._progress.step,
             samples=self._progress.sample_cursor,
             skipped_steps=self._progress.skipped_steps,
+            bad_samples=self._progress.bad_samples,
             loss_scale=self._runtime.precision.scaler.value,
             step_samples=self._progress.global_batch,
             bytes=held_bytes,

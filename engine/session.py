@@ -38,18 +38,21 @@ class StepRequests:
     mirror_interval: float = 1.0
     # The number of the engine that steps, from 1, where the function has several; 0: it has one.
     engine: int = 0
+    # Samples of the step that were left out. Agreed is the sum.
+    bad_samples: int = 0
 
     def to_scalars(self) -> list[float]:
         """Numbers that are summed over the ranks."""
         number = float(self.engine)
         numbers = [number, number**2] if self.engine else []
-        return [float(self.drain), float(self.pin), self.mirror_interval, *numbers]
+        flags = [float(self.drain), float(self.pin)]
+        return [*flags, self.mirror_interval, float(self.bad_samples), *numbers]
 
     @classmethod
     def from_sums(cls, sums: Sequence[float], ranks: int) -> StepRequests:
         """The agreement of `ranks` ranks from their summed requests. Raises EngineError if they
         step different engines: only equal numbers have a variance of zero."""
-        drain, pin, interval, *numbers = sums
+        drain, pin, interval, bad, *numbers = sums
         if numbers and numbers[1] * ranks != numbers[0] ** 2:
             raise EngineError(
                 "the ranks called step() of different engines at one time: nothing was changed",
@@ -58,7 +61,7 @@ class StepRequests:
                 fix="decide which engine steps by engine.global_steps, not by a count of the loop",
             )
         number = int(numbers[0] / ranks) if numbers else 0
-        return cls(drain > 0, pin == ranks, interval / ranks, number)
+        return cls(drain > 0, pin == ranks, interval / ranks, number, round(bad))
 
 
 NO_REQUESTS = StepRequests()
@@ -145,6 +148,9 @@ class HostSession:
 
     def on_samples_consumed(self, samples: Sequence[int]) -> None:
         """This rank has trained on these samples of the loader: before the vote of their step."""
+
+    def on_samples_skipped(self, samples: Sequence[int]) -> None:
+        """Those of the samples just reported that were left out."""
 
     def step_requests(self) -> StepRequests:
         """This rank's requests for the vote of the current step."""

@@ -333,6 +333,8 @@ class TrainingStep:
         self.meter.enter_phase("reduce")
         factor = self.settings.post_reduce_scale / self.loss_scale
         vote = self.runtime.vote(self._loss_sum, factor, self.meter.step_requests())
+        limit = self.settings.config.rayzero.loader.max_bad_samples
+        self._progress.check_bad_samples(vote.agreed.bad_samples, limit)
         if self.meter.compares_rank_losses and self._loss_known:
             # The vote has waited for the device; the update is not queued yet.
             (self._rank_loss,) = get_device(self._loss_sum.device).read(self._loss_sum.reshape(1))
@@ -359,12 +361,10 @@ class TrainingStep:
         else:
             self.runtime.grad_reduction.discard_residuals()
         self.runtime.update_loss_scale(overflow=not vote.finite)
-        self._progress.skipped_steps += not vote.finite
         left_out = self.settings.batches.micro_steps - 1 - self._progress.micro_step
         self.tracker.uncounted_micro_steps -= left_out
-        self._progress.micro_step = 0
-        self._progress.step += 1
-        self._progress.sample_cursor += self._step_samples
+        bad = vote.agreed.bad_samples
+        self._progress.finish_step(self._step_samples, finite=vote.finite, bad=bad)
 
     @property
     def _step_samples(self) -> int:

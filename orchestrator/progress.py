@@ -65,7 +65,7 @@ _WAIT_GAUGES = ("phases/data", "phases/mirror", "checkpoint_s")
 BUILTIN_GAUGES = frozenset(
     (
         "step step_s samples step_samples step_tokens tokens_per_s lr grad_norm loss_scale mfu "
-        "flops_per_s skipped skipped_steps exposed_comm_s checkpoint_s replica_step "
+        "flops_per_s skipped skipped_steps bad_samples exposed_comm_s checkpoint_s replica_step "
         "replica_bytes resident_bytes device_peak_bytes cpu_cores gpu_utilization"
     ).split()
 )

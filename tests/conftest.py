@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 # Must precede the first import of torch: many processes share few cores.
@@ -50,6 +52,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """The environment tells all processes that the tests start."""
     if config.getoption("--nccl-like"):
         os.environ.setdefault(VARIABLE, NcclLike().text())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip the import of test files without a mark that `-m "MARK and not OTHER"` asks for."""
+    terms = str(config.option.markexpr).split(" and ")
+    wanted = [term for term in terms if not term.startswith("not ")]
+    if collection_path.suffix != ".py" or not all(re.fullmatch(r"\w+", term) for term in wanted):
+        return None
+    text = collection_path.read_text(encoding="utf-8") if wanted != [] else ""
+    return True if any(f"mark.{mark}" not in text for mark in wanted) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

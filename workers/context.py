@@ -11,7 +11,8 @@ import torch
 
 from rayzero.engine.builder import make_loader
 from rayzero.engine.data.consumption import LogSource
-from rayzero.engine.data.loader import MapDataset, StepLoader
+from rayzero.engine.data.loader import StepLoader
+from rayzero.engine.data.sample_source import MapDataset
 from rayzero.engine.errors import ConfigError
 from rayzero.workers.messages import WorkerSpec
 from rayzero.workers.rollouts.buffer_client import RolloutLog

@@ -43,6 +43,10 @@ class LedgerWriter:
         """Samples that the loader has yielded for the current step."""
         self._ledger.add_samples(samples)
 
+    def add_skipped(self, samples: Sequence[int]) -> None:
+        """Those of them that were left out."""
+        self._ledger.add_skipped(samples)
+
     def write_step(self, step: int) -> None:
         """Writes the line of a step. Raises DataError after the time limit."""
         self._retry(lambda: self._ledger.write_step(step))

@@ -197,6 +197,10 @@ class JobSession(GenerationSession):
         if self._ledger is not None and engine == self._sampled:
             self._ledger.add_samples(samples)
 
+    def on_samples_skipped(self, samples: Sequence[int], engine: str = "") -> None:
+        if self._ledger is not None and engine == self._sampled:
+            self._ledger.add_skipped(samples)
+
     def step_requests(self, engine: str = "") -> StepRequests:
         """Called just before the vote of an engine's step. Only that of the engine with which the
         job's step ends carries drain and pin. The ledger is written then: a rank that continues
@@ -325,6 +329,9 @@ class EngineSession(HostSession):
 
     def on_samples_consumed(self, samples: Sequence[int]) -> None:
         self._job.on_samples_consumed(samples, self._name)
+
+    def on_samples_skipped(self, samples: Sequence[int]) -> None:
+        self._job.on_samples_skipped(samples, self._name)
 
     def step_requests(self) -> StepRequests:
         return self._job.step_requests(self._name)

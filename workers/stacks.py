@@ -19,8 +19,10 @@ _PACKAGE = str(Path(__file__).parents[1])  # as in the names of code's files
 _LIBRARIES = (_PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
 """Where the code is that the user did not write."""
 _COLLECTIVES = str(Path(sysconfig.get_path("purelib"), "torch", "distributed"))
-_PREFETCH, _READ = "rayzero-prefetch", "fetch_samples"
-"""The loader's thread, and its function that calls the dataset."""
+_PREFETCH = "rayzero-prefetch"
+"""The loader's thread."""
+_READS = ("fetch_samples", "fetch_item", "transform_row", "make_sample", "_make_samples")
+"""Its functions that call a dataset, or a transform."""
 _frames_lock = Lock()
 
 
@@ -82,7 +84,7 @@ def read_stacks() -> Stacks:
 def _waits_for_data(stacks: Mapping[str, Sequence[FrameSummary]]) -> bool:
     """Whether the training thread is in the loader."""
     inner = next(filter(_is_packages, reversed(stacks.get(TRAINING_THREAD, []))), None)
-    return inner is not None and Path(inner.filename).name == "prefetch.py"
+    return inner is not None and Path(inner.filename).name in ("prefetch.py", "loader.py")
 
 
 def _place(stack: list[FrameSummary]) -> str:
@@ -93,7 +95,7 @@ def _place(stack: list[FrameSummary]) -> str:
         if frame.filename.startswith(_COLLECTIVES):
             return ""
         if _is_packages(frame):
-            if frame.name != _READ or called is None:
+            if frame.name not in _READS or called is None:
                 return ""
             return _line(called)
         if _is_users(frame):
@@ -109,8 +111,9 @@ def _line(frame: FrameSummary) -> str:
 def _read_activity(frame: FrameType | None) -> str:
     """The work of the loader's thread: `reading sample 37`."""
     while frame is not None:
-        if frame.f_code.co_name == _READ and _is_file_of_package(frame.f_code.co_filename):
-            return f"reading {frame.f_locals.get('failing', 'samples')}"
+        is_read = frame.f_code.co_name in _READS and _is_file_of_package(frame.f_code.co_filename)
+        if is_read and "failing" in frame.f_locals:
+            return f"reading {frame.f_locals['failing']}"
         frame = frame.f_back
     return ""
 

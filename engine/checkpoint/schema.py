@@ -57,6 +57,7 @@ class Metadata(BaseModel):
     rank: Count = 0
     sample_cursor: Count = 0
     skipped_steps: Count = 0
+    bad_samples: Count = 0
     global_batch: Annotated[Count, Field(ge=1)] | None = None
     residual_factor: _Real = 1.0
     loss_scale: _LossScale | None = None

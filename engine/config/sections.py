@@ -185,6 +185,27 @@ class CompressionConfig(ConfigSection):
     )
 
 
+class LoaderConfig(ConfigSection):
+    """How the loader of `training_data` makes samples."""
+
+    num_workers: NonNegativeInt = implemented(
+        0,
+        "processes of each rank that make samples: of a map-style dataset its items, of a stream "
+        "its `transform`. 0: the thread that reads ahead. In a process a sample's random numbers "
+        "(`random`, `numpy.random`, torch on the CPU) are seeded by the job's seed and the "
+        "sample's position",
+    )
+    sample_timeout_s: PositiveFloat = implemented(
+        600.0, "how long making one sample may take; then it is bad, and its process is ended"
+    )
+    max_bad_samples: NonNegativeInt = implemented(
+        0,
+        "samples of a job, over all ranks and restarts, that may raise, hang, or end their "
+        "process: they are left out as if their loss were 0. The next one ends the training, with "
+        "an error that names it",
+    )
+
+
 class RayzeroConfig(ConfigSection):
     """Keys that DeepSpeed does not have."""
 
@@ -242,3 +263,4 @@ class RayzeroConfig(ConfigSection):
         "second micro-step, or with torch.compile estimated from the sizes of model and batch",
     )
     compression: CompressionConfig = CompressionConfig()
+    loader: LoaderConfig = LoaderConfig()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from rayzero.engine.data.consumed import Consumed
-from rayzero.engine.data.loader import SampleSource
+from rayzero.engine.data.sample_source import SampleSource
 from rayzero.engine.data.sampling import MicroBatch, StepSplit, TrainingProgress
 from rayzero.engine.errors import ConfigError, EngineError
 

@@ -4,83 +4,22 @@ from __future__ import annotations
 
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from queue import Empty
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import default_collate
 
+from rayzero.engine.config.sections import LoaderConfig
 from rayzero.engine.data.consumed import SAMPLES_PHASE
 from rayzero.engine.data.micro_batches import MicroBatches, YieldedBatch
-from rayzero.engine.data.prefetch import Prefetch, batch_to_device, closed_error
-from rayzero.engine.data.sampling import MicroBatch, SampleOrder, StepSplit
-from rayzero.engine.data.way_out import way_out
-from rayzero.engine.device import get_device
-from rayzero.engine.errors import CollectiveError, DataError, EngineError
+from rayzero.engine.data.prefetch import Prefetch, batch_to_device
+from rayzero.engine.data.reading import BatchReader
+from rayzero.engine.data.sample_source import SampleSource
+from rayzero.engine.data.sampling import StepSplit
+from rayzero.engine.errors import CollectiveError, EngineError
 from rayzero.engine.session import Reforming
-from rayzero.engine.tensor_tree import map_tensors
-
-
-class MapDataset(Protocol):
-    """A map-style dataset: `dataset[i]` for i in [0, len(dataset)).
-
-    `__getitems__(indices: list[int]) -> list[sample]` is used if the dataset has it.
-    """
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
-class SampleSource(ABC):
-    """The job's samples by their positions, which are sample cursors. Used by the thread that reads
-    ahead.
-
-    Attributes:
-        length: samples of an epoch.
-        may_wait: reading may have to wait for what others make, for any time: the training thread
-            shows signs of life meanwhile.
-    """
-
-    length: int
-    may_wait = False
-
-    def begin(  # noqa: B027 -- a default
-        self, cursor: int, split: StepSplit, check: Callable[[], None]
-    ) -> None:
-        """Reading begins with the step at that cursor, of which this rank reads that part, as of
-        those after it."""
-
-    @abstractmethod
-    def read(
-        self, step: int, part: MicroBatch, *, is_last: bool, check: Callable[[], None]
-    ) -> tuple[list[int], list[Any]]:
-        """The numbers of the samples of a micro-batch, and the samples.
-
-        Args:
-            step: the cursor at which its step begins.
-            is_last: of its step, on this rank.
-            check: raises where reading is to stop; to be called while waiting.
-        """
-
-
-class DatasetSource(SampleSource):
-    """The samples of a dataset in their global order. Raises DataError if it is not map-style, or
-    empty."""
-
-    def __init__(self, dataset: MapDataset, seed: int) -> None:
-        self._dataset = dataset
-        self._order = SampleOrder(dataset_length(dataset), seed)
-        self.length = self._order.length
-
-    def read(
-        self, step: int, part: MicroBatch, *, is_last: bool, check: Callable[[], None]
-    ) -> tuple[list[int], list[Any]]:
-        indices = self._order.indices(step + part.start, part.read_count).tolist()
-        return indices, fetch_samples(self._dataset, indices)
-
 
 _SIGN_INTERVAL_S = 0.1
 """How often a training thread that waits for a source shows that it lives, and looks if it is to
@@ -108,6 +47,7 @@ class StepLoader:
         collate_fn: makes a batch of a list of samples; None: torch's `default_collate`.
         device: device of the batches; to CUDA through pinned memory, non-blocking.
         reforming: the engine's, for the training thread, before it reads a micro-batch.
+        config: how samples are made.
     """
 
     def __init__(
@@ -117,6 +57,7 @@ class StepLoader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         device: torch.device | None = None,
         reforming: Reforming | None = None,
+        config: LoaderConfig | None = None,
     ) -> None:
         self.progress = micro_batches.progress
         self._micro_batches = micro_batches
@@ -124,7 +65,13 @@ class StepLoader:
         self._source = source
         self._session = micro_batches.session
         self._training_thread = threading.get_ident()
-        self._collate = collate_fn or default_collate
+        self._reader = BatchReader(
+            source,
+            micro_batches,
+            collate_fn or default_collate,
+            self.device,
+            config or LoaderConfig(),
+        )
         self._reforming = reforming
         self._prefetch: weakref.ref[Prefetch[tuple[YieldedBatch, Any]]] | None = None
         weakref.finalize(self, micro_batches.warn_at_end)  # at the interpreter's exit at the latest
@@ -194,11 +141,20 @@ class StepLoader:
             previous = cursor
             yield epoch
 
-    def _iterate(self, steps: int | None) -> Iterator[Any]:
-        """Owns the prefetch thread: leaving this generator in any way closes it."""
+    def close(self) -> None:
+        """Ends the running iteration, if any, and the processes that make samples. A next iteration
+        starts others."""
+        self._close_iteration()
+        self._reader.close()
+
+    def _close_iteration(self) -> None:
         earlier = self._prefetch() if self._prefetch is not None else None
         if earlier is not None:
             earlier.close()
+
+    def _iterate(self, steps: int | None) -> Iterator[Any]:
+        """Owns the prefetch thread: leaving this generator in any way closes it."""
+        self._close_iteration()
         iteration, cursor, done = self._micro_batches.begin_iteration()
         steps = self._steps_to_epoch_end(cursor) if steps is None else steps
         end = cursor + steps * self.progress.global_batch
@@ -224,7 +180,7 @@ class StepLoader:
             return
         steps = (end - cursor) // self.progress.global_batch
         closed = threading.Event()
-        feed = Prefetch(self._read_ahead(split, cursor, done, steps, closed), closed=closed)
+        feed = Prefetch(self._reader.read(split, cursor, done, steps, closed), closed=closed)
         self._prefetch = weakref.ref(feed)
         try:
             while (item := self._next_item(feed, split, end)) is not None:
@@ -246,10 +202,13 @@ class StepLoader:
         """The next item; None at the end, or once steps are split differently."""
         while True:
             try:
-                return feed.next_within(_SIGN_INTERVAL_S if self._source.may_wait else None)
+                return feed.next_within(_SIGN_INTERVAL_S)
             except StopIteration:
                 return None
             except Empty:
+                self._reader.check_time()
+                if not self._source.may_wait:
+                    continue
                 # Leaves the generation, or joins the next, if it has ended.
                 self._enter_phase(end, SAMPLES_PHASE)
                 if self._micro_batches.split is not split:
@@ -276,48 +235,6 @@ class StepLoader:
         remaining = self._source.length - cursor % self._source.length
         return -(-remaining // self.progress.global_batch)
 
-    def _read_ahead(
-        self, split: StepSplit, cursor: int, done: int, steps: int, closed: threading.Event
-    ) -> Iterator[tuple[YieldedBatch, Any]]:
-        """Runs in the thread: batches in host memory, skipping `done` of the first step."""
-
-        def check() -> None:
-            if closed.is_set():
-                raise closed_error()
-
-        device = get_device(self.device)
-        device.make_current()  # or pinning uses device 0
-        self._source.begin(cursor, split, check)
-        for step in range(steps):
-            start = cursor + step * self.progress.global_batch
-            for turn in range(done if step == 0 else 0, len(split)):
-                part = split[turn]
-                is_last = turn == len(split) - 1
-                indices, samples = self._source.read(start, part, is_last=is_last, check=check)
-                batch = self._collate_samples(indices, samples)
-                del samples
-                if device.asynchronous:
-                    batch = map_tensors(batch, device.pin)
-                yielded = YieldedBatch(
-                    (start, turn),
-                    part.weight,
-                    own_indices=indices[: part.count],
-                    is_last=is_last,
-                    owner=self._micro_batches,
-                    split=split,
-                )
-                yield yielded, batch
-
-    def _collate_samples(self, indices: list[int], samples: list[Any]) -> Any:
-        try:
-            return self._collate(samples)
-        except Exception as error:
-            raise DataError(
-                f"samples {indices} cannot be collated: {type(error).__name__}: {error}",
-                "samples of one shape and type",
-                "the dataset, or your own collate_fn",
-            ) from error
-
 
 def _check_count(call: str, count: Any) -> None:
     try:
@@ -326,40 +243,3 @@ def _check_count(call: str, count: Any) -> None:
         is_count = False
     if not is_count:
         raise EngineError(f"{call} was called", "a number, 0 or more", "the call")
-
-
-def dataset_length(dataset: object) -> int:
-    name = type(dataset).__name__
-    map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if isinstance(dataset, IterableDataset) or not map_style:
-        raise DataError(
-            f"the training data is a {name}, which can only be iterated",
-            "a map-style dataset, with __len__ and __getitem__",
-            f"training_data: {way_out(dataset)}",
-        )
-    try:
-        length = len(dataset)  # type: ignore[arg-type]
-    except Exception as error:
-        seen = f"len() of the training data (a {name}) failed: {type(error).__name__}: {error}"
-        raise DataError(seen, fix="correct the dataset, or the data behind it") from error
-    if length < 1:
-        raise DataError(f"the training data (a {name}) is empty", "one sample or more", "the data")
-    return length
-
-
-def fetch_samples(dataset: MapDataset, indices: list[int]) -> list[Any]:
-    """The samples at `indices`; errors of the dataset name the failing sample."""
-    failing = f"samples {indices}"
-    try:
-        if (get_items := getattr(dataset, "__getitems__", None)) is not None:
-            return list(get_items(indices))
-        samples = []
-        for index in indices:
-            failing = f"sample {index}"
-            samples.append(dataset[index])
-        return samples
-    except Exception as error:
-        raise DataError(
-            f"{failing} of the training data could not be read: {type(error).__name__}: {error}",
-            fix="correct the dataset, or the data behind it",
-        ) from error

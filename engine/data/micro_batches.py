@@ -49,6 +49,7 @@ class YieldedBatch:
     is_last: bool  # of its step
     owner: MicroBatches
     split: StepSplit
+    skipped: Sequence[int] = ()  # of own_indices, those that are not in it
     tensors: list[TensorWeakRef] = field(default_factory=list)
 
     @property
@@ -232,7 +233,7 @@ class MicroBatches:
                     fix="engine.step() after each backward, without a condition such as "
                     "`if (i + 1) % gradient_accumulation_steps == 0`",
                 )
-            self._report()
+            self._report(self._current)
             self._advance()
         self._check_turn(yielded)
         self._current = self._untrained[0]
@@ -276,7 +277,7 @@ class MicroBatches:
                 "batches that the script makes itself",
                 fix="gradient_accumulation_steps in the config, or where the step ends",
             )
-        self._report()
+        self._report(current)
 
     def end_step(self) -> None:
         """That step() has ended, and `progress` has advanced."""
@@ -378,9 +379,12 @@ class MicroBatches:
             "training_data=... the script makes its batches, and may use them again",
         )
 
-    def _report(self) -> None:
-        if self.session is not None and self._current is not None:
-            self.session.on_samples_consumed(self._current.own_indices)
+    def _report(self, current: YieldedBatch) -> None:
+        self.progress.bad_in_step += len(current.skipped)
+        if self.session is not None:
+            self.session.on_samples_consumed(current.own_indices)
+            if current.skipped:
+                self.session.on_samples_skipped(current.skipped)
 
     def _advance(self) -> None:
         self._trained, self._current = self._current, None

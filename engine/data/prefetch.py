@@ -122,7 +122,10 @@ def _read_ahead(
         try:
             items.put(next(source))
         except BaseException as error:  # noqa: BLE001 - re-raised in the consumer
-            items.put(_EndOfStream(None if isinstance(error, StopIteration) else error))
+            if isinstance(error, StopIteration):
+                items.put(_EndOfStream(None))
+            else:  # a traceback refers to the queue, which would refer to it, and to the source
+                items.put(_EndOfStream(closed_error() if closed.is_set() else error))
             return
         permits.get()
 

@@ -45,6 +45,7 @@ class SampleLedger:
         self._rank_fields = {"generation": generation, "rank": rank, "world_size": world_size}
         self._path = Path(folder) / f"generation-{generation:05d}-rank-{rank:05d}.jsonl"
         self._samples: list[int] = []
+        self._skipped: list[int] = []
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.touch(exist_ok=False)
@@ -54,17 +55,22 @@ class SampleLedger:
     def add_samples(self, samples: Sequence[int]) -> None:
         self._samples.extend(samples)
 
+    def add_skipped(self, samples: Sequence[int]) -> None:
+        """Of those that were added, these were bad, and left out."""
+        self._skipped.extend(samples)
+
     def write_step(self, step: int) -> None:
         """Write the line of a step, counted from 1: the samples consumed since the previous one.
         Raises DataError if the line could not be written."""
-        line = json.dumps({**self._rank_fields, "step": step, "samples": self._samples}) + "\n"
+        fields = {**self._rank_fields, "step": step, "samples": self._samples}
+        line = json.dumps(fields | ({"skipped": self._skipped} if self._skipped else {})) + "\n"
         try:
             # Opened for each line: a generation may end at any time, without closing anything.
             # All of it or nothing, because it may be written again.
             append_all(self._path, line.encode(), create=False)
         except OSError as error:
             raise self._write_error(error) from error
-        self._samples = []
+        self._samples, self._skipped = [], []
 
     def _write_error(self, error: OSError) -> DataError:
         return DataError(
@@ -91,9 +97,9 @@ class LedgerMismatch:
         return f"step {self.step}: {' and '.join(parts)}"
 
 
-def read_ledger(folder: str | Path) -> dict[int, list[int]]:
-    """The samples of every step in the job's history, rank by rank. Raises DataError if there is no
-    ledger, or a line in it is damaged."""
+def read_ledger(folder: str | Path, *, skipped: bool = False) -> dict[int, list[int]]:
+    """The samples of every step in the job's history, rank by rank; or those of them that were bad,
+    and left out. Raises DataError if there is no ledger, or a line in it is damaged."""
     folder = Path(folder)
     # step -> (run, generation) -> rank -> samples
     by_step: defaultdict[int, dict[tuple[str, int], dict[int, list[int]]]] = defaultdict(dict)
@@ -106,7 +112,7 @@ def read_ledger(folder: str | Path) -> dict[int, list[int]]:
         run = path.parent.relative_to(folder).as_posix()
         for line in _read_lines(path):
             ranks = by_step[line["step"]].setdefault((run, line["generation"]), {})
-            ranks[line["rank"]] = line["samples"]
+            ranks[line["rank"]] = line.get("skipped", []) if skipped else line["samples"]
     newest = {step: attempts[max(attempts)] for step, attempts in sorted(by_step.items())}
     return {
         step: [sample for rank in sorted(ranks) for sample in ranks[rank]]
@@ -139,7 +145,8 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
         try:
             line = json.loads(text)
             counts = [line[key] for key in ("step", "generation", "rank")]
-            valid = all(type(value) is int for value in [*counts, *line["samples"]])
+            samples = [*line["samples"], *line.get("skipped", ())]
+            valid = all(type(value) is int for value in [*counts, *samples])
         except (ValueError, KeyError, TypeError):
             valid = False
         if not valid:

@@ -191,6 +191,8 @@ class TrainingProgress:
     global_batch: int = 1  # samples of a step, over all ranks
     micro_batch: int = 1  # maximum samples of a micro-step on one rank
     skipped_steps: int = 0  # finished steps that changed nothing: a gradient was not finite
+    bad_samples: int = 0  # of finished steps, over all ranks: could not be made, and were left out
+    bad_in_step: int = 0  # of this rank, in the finished micro-steps of the current step
     # Calls of `step()` whose step did not count, because the process group broke.
     lost_steps: int = 0
     # {monitor: its service's identifier of this run}, on rank 0; see `engine.monitors`.
@@ -209,10 +211,38 @@ class TrainingProgress:
         if self.place_asked_at is None:
             self.place_asked_at = self.step
 
+    def finish_step(self, samples: int, *, finite: bool, bad: int) -> None:
+        """A step of that many samples is finished, of which `bad` were left out on all ranks."""
+        self.skipped_steps += not finite
+        self.bad_samples += bad
+        self.micro_step = self.bad_in_step = 0
+        self.step += 1
+        self.sample_cursor += samples
+
     def lose_step(self, before: TrainingProgress) -> None:
         """A step is lost that has begun at `before`, and may have been counted since."""
         self.step = before.step
         self.sample_cursor = before.sample_cursor
         self.skipped_steps = before.skipped_steps
-        self.micro_step = 0
+        self.bad_samples = before.bad_samples
+        self.micro_step = self.bad_in_step = 0
         self.lost_steps += 1
+
+    def check_bad_samples(self, bad: int, limit: int) -> None:
+        """Raises DataError if a step with that many bad samples on all ranks is one too many."""
+        if bad and self.bad_samples + bad > limit:
+            raise bad_samples_error(
+                f"{self.bad_samples + bad} samples could not be used, {bad} of them in step "
+                f"{self.step + 1}; the log of the ranks names each",
+                self.bad_samples + bad,
+                limit,
+            )
+
+
+def bad_samples_error(seen: str, count: int, limit: int) -> DataError:
+    """The error of a sample that is one too many of those that cannot be used."""
+    return DataError(
+        seen,
+        f"{limit} such samples in a job; this is number {count}" if limit else "",
+        "correct the data, its dataset or transform, or set rayzero.loader.max_bad_samples",
+    )

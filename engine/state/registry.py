@@ -3,6 +3,8 @@
 Each rank's values are stored with its part of the training state, as one range of bytes,
 `registered.<rank>`: the size of a JSON text, that text, and the bytes of the values' arrays. In the
 block, because the JSON part of a state has little room, and is parsed whenever a state is opened.
+Shared values, of which every rank reads those of all, are another such range,
+`registered.<rank>.shared`: the others may be as large as a model.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from rayzero.engine.state.ranges import StateRange, read_ranges, whole_tensor_ra
 
 log = logging.getLogger("rayzero.engine")
 
+_SHARED = ".shared"
+"""The end of the name of a range of shared values."""
 _SIZE_BYTES = 8
 _SMALLEST_BYTES = 4096
 _SPARE_PARTS = 8
@@ -35,6 +39,26 @@ new slots."""
 class _Entry:
     get: Callable[[], Any]
     set: Callable[[Any], object]
+    shared: bool
+
+
+class _Memory:
+    """Memory of captured values, which grows with them."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+
+    def store(self, values: dict[str, Any]) -> None:
+        if not values:
+            return
+        parts = _encode(values)
+        nbytes = sum(part.nbytes for part in parts)
+        if nbytes > self.tensor.numel():
+            self.tensor = torch.zeros(_capacity(nbytes), dtype=torch.uint8)
+        memory, offset = self.tensor.numpy(), 0
+        for part in parts:
+            memory[offset : offset + part.nbytes] = part
+            offset += part.nbytes
 
 
 class StateRegistry:
@@ -48,7 +72,8 @@ class StateRegistry:
         self._entries: dict[str, _Entry] = {}
         self._restored: dict[str, Any] = {}  # read, and given to no `set` yet
         self._is_own = True  # whether that is of this rank, not of another one in its place
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._own = _Memory()
+        self._shared = _Memory()
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -58,6 +83,8 @@ class StateRegistry:
         name: str,
         get: Callable[[], Any],
         set: Callable[[Any], object],  # noqa: A002
+        *,
+        shared: bool = False,
     ) -> None:
         """See `TrainingState.register`."""
         if not isinstance(name, str) or not name:
@@ -73,14 +100,19 @@ class StateRegistry:
             raise EngineError(
                 f"state {name!r} is registered twice", allowed="one get and set for each name"
             )
-        self._entries[name] = _Entry(get, set)
+        self._entries[name] = _Entry(get, set, shared)
         self.deliver()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether a shared value is registered."""
+        return any(entry.shared for entry in self._entries.values())
 
     def take_over(self, other: StateRegistry) -> None:
         """Takes what another registry has read of a state, and what is registered there."""
         self._restored, self._is_own = other._restored, other._is_own
         for name, entry in other._entries.items():
-            self.register(name, entry.get, entry.set)
+            self.register(name, entry.get, entry.set, shared=entry.shared)
         self.deliver()
 
     def read(self, source: StateSource, rank: int) -> None:
@@ -90,14 +122,17 @@ class StateRegistry:
         if not self._is_own:
             document = source.metadata(0)
         name = _range_name(document.get("rank"))
-        self._restored = {}
-        for index in source.block_indexes:
-            if name in index.tensors:
-                memory = torch.empty(index.tensors[name].shape, dtype=torch.uint8)
-                read_ranges([whole_tensor_range(name, memory)], source)
-                with damaged_unless_valid("registered state"):
-                    self._restored = _decode(memory.numpy().data)
-                return
+        has_own = any(name in index.tensors for index in source.block_indexes)
+        self._restored = _read_range(source, name) if has_own else {}
+        self.read_shared(source)
+
+    def read_shared(self, source: StateSource) -> None:
+        """Reads the shared values of all ranks."""
+        names = {name for index in source.block_indexes for name in index.tensors}
+        parts = [_read_range(source, name) for name in sorted(names) if name.endswith(_SHARED)]
+        self._restored |= {
+            name: [it[name] for it in parts if name in it] for part in parts for name in part
+        }
 
     def deliver(self) -> None:
         """Calls `set` of each registered name with the value that was read."""
@@ -108,21 +143,16 @@ class StateRegistry:
         """Reads the values, and keeps them for `ranges`. Raises what a `get` raises; EngineError,
         with its path, for what cannot be stored."""
         self._drop_unregistered()
-        if not self._entries:
-            return
-        parts = _encode(
-            {
-                name: self._restored[name] if name in self._restored else entry.get()
-                for name, entry in self._entries.items()
-            }
-        )
-        nbytes = sum(part.nbytes for part in parts)
-        if nbytes > self._memory.numel():
-            self._memory = torch.zeros(_capacity(nbytes), dtype=torch.uint8)
-        memory, offset = self._memory.numpy(), 0
-        for part in parts:
-            memory[offset : offset + part.nbytes] = part
-            offset += part.nbytes
+        own, shared = dict[str, Any](), dict[str, Any]()
+        for name, entry in self._entries.items():
+            if entry.shared:
+                if name in self._restored:
+                    entry.set(self._restored.pop(name))
+                shared[name] = entry.get()
+            else:
+                own[name] = self._restored[name] if name in self._restored else entry.get()
+        self._own.store(own)
+        self._shared.store(shared)
 
     def _drop_unregistered(self) -> None:
         names = [name for name in self._restored if name not in self._entries]
@@ -137,13 +167,19 @@ class StateRegistry:
             )
 
     @property
-    def memory_signature(self) -> tuple[int, int]:
-        """Equal as long as the captured values are in the same memory."""
-        return self._memory.data_ptr(), self._memory.numel()
+    def memory_signature(self) -> tuple[tuple[int, int], ...]:
+        """Equal as long as the captured values are in the same memory: address and bytes."""
+        memories = (self._own.tensor, self._shared.tensor)
+        return tuple((it.data_ptr(), it.numel()) for it in memories)
 
     def ranges(self, rank: int) -> list[StateRange]:
         """The captured values."""
-        return [whole_tensor_range(_range_name(rank), self._memory)] if len(self._memory) else []
+        names = {_range_name(rank): self._own, _range_name(rank) + _SHARED: self._shared}
+        return [
+            whole_tensor_range(name, memory.tensor)
+            for name, memory in names.items()
+            if len(memory.tensor)
+        ]
 
 
 def read_value(source: StateSource, rank: int, name: str) -> Any:
@@ -185,6 +221,15 @@ def _decode(memory: memoryview) -> dict[str, Any]:
         name: decode_client_state(value, lambda span: arrays[span[0] : span[1]])
         for name, value in document.items()
     }
+
+
+def _read_range(source: StateSource, name: str) -> dict[str, Any]:
+    tensor = next(it.tensors[name] for it in source.block_indexes if name in it.tensors)
+    memory = torch.empty(tensor.shape, dtype=torch.uint8)
+    read_ranges([whole_tensor_range(name, memory)], source)
+    with damaged_unless_valid("registered state"):
+        values: dict[str, Any] = _decode(memory.numpy().data)
+    return values
 
 
 def _range_name(rank: int | None) -> str:

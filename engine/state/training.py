@@ -88,6 +88,8 @@ class TrainingState:
         name: str,
         get: Callable[[], Any],
         set: Callable[[Any], object],  # noqa: A002
+        *,
+        shared: bool = False,
     ) -> None:
         """Stores a value of the caller's own with each copy of the state, such as EMA weights or a
         counter, and gives it back when the state is loaded. Each rank has its own.
@@ -99,11 +101,13 @@ class TrainingState:
             set: is called with the value of the loaded state, once for each load: at once if that
                 is loaded already. Its tensors are on the CPU. A rank that the saved run did not
                 have gets rank 0's. Not called at a fresh start, or if the state has no such name.
+            shared: each rank's value is a part that others may need: `set` gets the list of all
+                ranks' values, on every rank; also where the ranks change and no step is undone.
 
         Raises:
             EngineError: the name is registered already, or an argument has another type.
         """
-        self.registry.register(name, get, set)
+        self.registry.register(name, get, set, shared=shared)
 
     def adopt(self, registry: StateRegistry) -> None:
         """Uses the registry of the host, in which the caller may have registered state before there
@@ -117,7 +121,9 @@ class TrainingState:
         runtime = self._runtime
         if runtime.stage.optimizer_state is not Placement.REPLICATED:
             return False
-        # Each rank's error feedback residuals are in its own memory only.
+        # Each rank's shared values and error feedback residuals are in its own memory only.
+        if self.registry.is_shared and runtime.collectives.world_size > 1:
+            return False
         return not runtime.grad_reduction.residuals or runtime.collectives.world_size == 1
 
     @property
@@ -234,6 +240,7 @@ class TrainingState:
             "global_batch": self.progress.global_batch,
             "micro_batch": self.progress.micro_batch,
             "skipped_steps": self.progress.skipped_steps,
+            "bad_samples": self.progress.bad_samples,
             "loss_scale": self._runtime.precision.scaler.state_dict(),
             "groups": metadata.optimizer_metadata(self._optimizer),
             "scheduler": metadata.scheduler_metadata(self.scheduler),
@@ -293,6 +300,8 @@ class TrainingState:
             self.progress.lost_steps += undone
             if undone or undoes:
                 self.registry.read(source, rank)
+            else:
+                self.registry.read_shared(source)
             self._load_metadata(source.metadata(rank), source.step, LOAD_ALL)
             self._constants_writes += 1
         self.confirm()
@@ -306,8 +315,9 @@ class TrainingState:
         if not options.progress:
             return
         self.progress.step = step
-        self.progress.micro_step = 0
+        self.progress.micro_step = self.progress.bad_in_step = 0
         self.progress.sample_cursor = document.get("sample_cursor", 0)
+        self.progress.bad_samples = document.get("bad_samples", 0)
         self.progress.skipped_steps = document.get("skipped_steps", 0)
         if rank == 0:
             with metadata.damaged_unless_valid("monitor_runs"):

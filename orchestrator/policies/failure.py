@@ -263,8 +263,10 @@ def _user_code_error(root: Fault, repeated: bool) -> JobFailedError:
 
 
 def _signature(fault: Fault) -> tuple[FaultCause, int, str]:
-    """Identifies the same exception at the same step; its text may contain an address or a time."""
-    return fault.cause, fault.step, fault.detail.partition(":")[0]
+    """Identifies the same exception at the same step; its text may contain an address or a time,
+    and of data the file that was read first."""
+    is_data = fault.cause is FaultCause.DATA
+    return fault.cause, fault.step, "" if is_data else fault.detail.partition(":")[0]
 
 
 def start_error(failures: Sequence[Fault], budget: FaultBudget) -> JobFailedError | None:

@@ -10,6 +10,7 @@ import pyarrow as pa
 import xxhash
 
 from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.data.streams.readers import hf_steps
 from rayzero.engine.errors import CONTENT_ERRORS, ConfigError, DataError, first_line
 
 ROWS_PER_BLOCK = 1000  # what datasets writes as one record batch
@@ -161,10 +162,10 @@ class HfShards:
 
 
 def _check_rows_by_shard(dataset: Any) -> None:
-    step = dataset._ex_iterable
-    while step is not None:
-        if found := _NOT_BY_SHARD.get(type(step).__name__):
+    for name in hf_steps(dataset):
+        if found := _NOT_BY_SHARD.get(name):
             raise ConfigError(
-                f"the iterable dataset has {found}", "map, filter, select_columns", "leave it out"
+                f"the iterable dataset has {found}",
+                "map, filter, select_columns",
+                "leave it out, or give the dataset to rayzero.data.iterable",
             )
-        step = getattr(step, "ex_iterable", None)

@@ -13,8 +13,10 @@ from rayzero.deepspeed.engine import DeepSpeedEngine
 from rayzero.engine.api.sharded_params import add_stage3_names
 from rayzero.engine.builder import SchedulerLike
 from rayzero.engine.config import parse_config
-from rayzero.engine.data.loader import MapDataset, StepLoader
+from rayzero.engine.data.loader import StepLoader
+from rayzero.engine.data.sample_source import MapDataset
 from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.data.streams.readers import IterableStream
 from rayzero.engine.data.streams.source import BlockStream
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import ConfigError
@@ -28,7 +30,7 @@ def initialize(
     model: nn.Module | Callable[[], nn.Module] | None = None,
     optimizer: OptimizerLike | None = None,
     model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
-    training_data: MapDataset | BlockStream | BlockSource | None = None,
+    training_data: MapDataset | BlockStream | BlockSource | IterableStream | None = None,
     lr_scheduler: SchedulerLike | None = None,
     distributed_port: int = 29500,
     mpu: Any = None,

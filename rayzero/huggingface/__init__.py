@@ -23,6 +23,7 @@ PRIVATE = {
         "_get_train_sampler",
     ),
     "accelerate.Accelerator": ("_dataloaders", "_schedulers"),
+    "accelerate.state.GradientState": ("_set_sync_gradients",),
     "torch.optim.lr_scheduler.LRScheduler": ("_step_count",),
 }
 """The private attributes that this package uses, by class: what another release may rename."""

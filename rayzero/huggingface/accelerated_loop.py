@@ -38,6 +38,7 @@ class Place:
     Attributes:
         loaded_step: of the checkpoint that the script of a new worker has loaded.
         check_stepped: called before each batch but the first.
+        mark_batch: called before each batch, with whether it is the last one of its step.
         schedules: torch's, which the engine does not have.
     """
 
@@ -47,6 +48,7 @@ class Place:
         self.missed_steps = missed_steps
         self.loaded_step: int | None = None
         self.check_stepped: Callable[[], None] = lambda: None
+        self.mark_batch: Callable[[bool], None] = lambda ends_step: None
         self.schedules = KeptSchedules()
         self._loader = loader
         self._step_batches = step_batches
@@ -97,7 +99,8 @@ class Place:
         while True:
             seen = engine.progress.lost_steps, session.assignment.generation
             self.schedules.keep(engine.progress.step)
-            for batch in batches:
+            for number, batch in enumerate(batches, 1):
+                self.mark_batch(number % self._step_batches == 0)
                 yield batch
                 self.check_stepped()
                 session.on_phase("data")

@@ -165,6 +165,7 @@ def _prepare(
         check_training_data(session, loader, _first["ranks"])
         place = Place(loader, engine.global_steps, steps, lambda: _recut(accelerator))
         place.check_stepped = partial(_check_stepped, accelerator)
+        place.mark_batch = partial(_mark_batch, accelerator.gradient_state)
         place.schedules[:] = [it.scheduler for it in schedules]
         place.follow(loader)
         if session.engine is not None and can_read_again(loader):
@@ -193,6 +194,15 @@ def _prepare_each(
         prepared = _prepare(session, prepare, accelerator, *(given[it] for it in places))
         found.update(zip(places, prepared, strict=True))
     return tuple(found[place] for place in range(len(given)))
+
+
+def _mark_batch(state: Any, ends_step: bool) -> None:
+    """Does what `accumulate` does, where a script needs none on its first ranks: it steps for each
+    batch, of which a step has several on fewer ranks."""
+    if _first["batches"] > _first["ranks"]:
+        return
+    at_end = state.sync_with_dataloader and state.end_of_dataloader
+    state._set_sync_gradients(bool(ends_step or at_end))
 
 
 def _check_stepped(accelerator: Any) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
 
+import rayzero.data
 from rayzero.data import from_ray
 from rayzero.engine.errors import ConfigError, DataError
+from tests.engine.data.streams.exactness import check_through_faults
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +42,12 @@ def test_rows_order_and_counts() -> None:
         return [len(passed.read(block)) for block in range(len(passed.counts))]
 
     assert ray.get(read_elsewhere.remote(source)) == source.counts.tolist()
+
+
+def test_samples_through_faults(tmp_path: Path) -> None:
+    source = from_ray(ray.data.range(47, override_num_blocks=7).map(slow_first))
+    plain = [{"id": number, "square": number**2} for number in range(47)]
+    check_through_faults(rayzero.data.stream(source, 2), plain, tmp_path, faults=25)
 
 
 def test_lost_block_is_named() -> None:

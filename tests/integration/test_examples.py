@@ -90,11 +90,8 @@ def test_killed_worker_costs_no_finished_step(name: str, runs: dict[str, Run]) -
     fired = (run.folder / "faults.jsonl").read_text().splitlines()
     assert [json.loads(line)["fault"] for line in fired] == [run.spec.faults[0]]
     (repair,) = run.events.of(Repaired)
-    # That of `rl` does not continue in its process, but begins again in a new one, and waits for
-    # the replacement only twice as long as the first workers took to start.
-    world_sizes = (1, 2) if name == "rl" else (1,)
     assert (repair.cause, repair.world_size_before) == ("lost", 2)
-    assert repair.world_size in world_sizes
+    assert repair.world_size in (1, 2)  # the replacement may come in time for it
     assert repair.steps_redone == 0
     steps = [record.step for record in run.events.of(StepRecord)]
     assert steps == list(range(1, run.spec.steps + 1))

@@ -14,6 +14,7 @@ from rayzero.orchestrator.job.api import Job
 from rayzero.orchestrator.job_events import (
     FaultDetected,
     JobWarning,
+    Repaired,
     StateEntered,
     WorkersReady,
 )
@@ -22,6 +23,7 @@ from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import Workers
 from rayzero.workers.messages import LogLine
 from tests.integration.conftest import CPUS
+from tests.integration.jobs import streamed
 from tests.orchestrator.support import EventLog
 from tests.support.nccl_like.settings import from_environment
 
@@ -128,7 +130,7 @@ def test_long_call_is_waited_for_and_its_function_called_in_a_new_process(
         engine={"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}},
         workers=Workers(min=1, max=2),
         steps=30,
-        recovery={"hang_timeout_s": 14.0},
+        recovery={"hang_timeout_s": 14.0, "mirror_every": 1},
         checkpoint={"path": str(tmp_path)},
     )
     result = job.run(observer=event_log)
@@ -140,3 +142,24 @@ def test_long_call_is_waited_for_and_its_function_called_in_a_new_process(
     workers = [worker for ready in event_log.of(WorkersReady) for worker in ready.workers]
     assert len({worker.pid for worker in workers}) == 4, "both ranks have a new process"
     assert result.metrics["world_sizes"] == [2]
+
+
+def test_replaced_file_of_a_stream_is_named(event_log: EventLog, tmp_path: Path):
+    """While the job trains, and when it is resumed: one line, after one repair at most."""
+    streamed.write(tmp_path / "a.parquet", 0)
+    job = Job(
+        "job",
+        "tests.integration.jobs.streamed:train",
+        workers=Workers(min=2),
+        args={"file": str(tmp_path / "a.parquet")},
+        engine={"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+        checkpoint={"path": str(tmp_path / "job"), "every_steps": 1},
+        steps=90,
+    )
+    for problem in ("a.parquet, row group .* has changed since it was listed", "fingerprint"):
+        with pytest.raises(JobFailedError, match=problem) as caught:
+            job.run(observer=event_log)
+        assert "Traceback" not in str(caught.value)
+    steps = [record.step for record in event_log.of(StepRecord)]
+    assert streamed.REPLACED_AFTER <= max(steps) < 90
+    assert len(event_log.of(Repaired)) <= 1

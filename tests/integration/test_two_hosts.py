@@ -163,9 +163,9 @@ def partition_remote_host(handle: JobHandle) -> None:
     Nodes are numbered by their lowest rank, so either may be node 0.
     """
     try:
-        handle.inject("partition(node=1, seconds=12)")
+        handle.inject("partition(node=1, seconds=15)")
     except ConfigError:
-        handle.inject("partition(node=0, seconds=12)")
+        handle.inject("partition(node=0, seconds=15)")
 
 
 def _is_running(pid: int) -> bool:

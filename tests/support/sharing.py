@@ -12,6 +12,10 @@ _SHARED_HEAD = (
     "tests/integration/test_jobs.py",
     "tests/integration/test_prometheus.py",
     "tests/integration/test_ray_train.py",
+    "tests/integration/test_rlhf.py",
+    "tests/integration/test_roles.py",
+    "tests/integration/test_rollouts.py",
+    "tests/integration/test_stuck_generators.py",
     "tests/integration/test_worker_group.py",
 )
 # Slow tests that take minutes, the longest first: starting one late would prolong the whole run.
@@ -21,18 +25,18 @@ _START_ORDER = (
     *_SHARED_HEAD,
     "tests/huggingface/test_launched_scripts.py",
     "tests/integration/test_guide_sessions.py",
-    "tests/integration/test_two_hosts.py",
-    "tests/deploy/test_image.py",
     "tests/benchmarks/test_end_to_end.py",
-    "tests/integration/test_jobs_on_nodes.py",
-    "tests/integration/test_chaos.py",
+    "tests/integration/test_job_commands.py",
+    "tests/integration/test_two_hosts.py",
     "tests/benchmarks/test_soak.py",
+    "tests/workers/test_engines.py",
+    "tests/integration/test_jobs_on_nodes.py",
+    "tests/integration/test_secrets.py",
+    "tests/deploy/test_image.py",
+    "tests/integration/test_chaos.py",
     "tests/examples/test_hf.py",
     "tests/benchmarks/test_plan.py",
-    "tests/engine/test_convergence.py",
     "tests/engine/planning/test_search.py",
-    "tests/integration/test_job_commands.py",
-    "tests/integration/test_secrets.py",
 )
 
 

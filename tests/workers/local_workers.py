@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rayzero.engine.data.sample_ledger import check_ledger
+from rayzero.engine.data.sample_ledger import Order, check_ledger
 from rayzero.engine.data.sampling import SampleOrder
 from rayzero.orchestrator.policies.placement import CallState, FunctionCall, misplaced
 from rayzero.orchestrator.progress import JobProgress
@@ -345,11 +345,12 @@ def _exit_with_parent(parent: int) -> None:
 STEPS = 12
 
 
-def check_results(local: LocalWorkers, steps: int = STEPS) -> None:
-    """The weights are plain torch's, and every sample was consumed once."""
+def check_results(local: LocalWorkers, steps: int = STEPS, order: Order | None = None) -> None:
+    """The weights are plain torch's, and every sample was consumed once. `order` of the numbers in
+    the ledger: by default the dataset's."""
     check_weights(local, steps)
     folder = local.setup.output_dir
-    order = SampleOrder(recovery_jobs.LENGTH, local.setup.seed)
+    order = order or SampleOrder(recovery_jobs.LENGTH, local.setup.seed)
     assert check_ledger(f"{folder}/ledger", order, recovery_jobs.SAMPLES) == []
 
 

@@ -7,6 +7,8 @@ import gc
 import json
 import os
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,10 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from tests.workers.recovery_jobs import Data, engine_config, make_model
+import rayzero.data
+from rayzero.engine.data.sampling import SampleOrder
+from rayzero.engine.data.streams.readers import IterableStream
+from tests.workers.recovery_jobs import LENGTH, Data, engine_config, make_model
 
 NOTES = "notes.jsonl"
 _entries = 0
@@ -25,16 +30,47 @@ def compiled_config(stage: int) -> dict[str, Any]:
     return engine_config(stage) | {"compile": {"enabled": True, "backend": "eager"}}
 
 
+class OrderedRows:
+    """One reader's samples of `Data`: each position of the readers has the sample of that position
+    of the dataset."""
+
+    def __init__(self, reader: int, readers: int, seed: int) -> None:
+        self._order = SampleOrder(LENGTH, seed)
+        self._data = Data()
+        self._position = reader
+        self._readers = readers
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self._position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._position = state["position"]
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            (index,) = self._order.indices(self._position, 1).tolist()
+            self._position += self._readers
+            yield self._data[index]
+
+
+def iterable_data(seed: int) -> IterableStream:
+    """5 readers: at most sizes, two ranks run one of them."""
+    make = partial(OrderedRows, seed=seed)
+    return rayzero.data.iterable(make, readers=5, snapshot_every=3, read_ahead=4)
+
+
 def train(ctx: Any) -> None:
     """args: `gates`, the steps before which each rank waits until it is let go; `counts`, those
-    before which live objects of Python are counted; no other garbage is collected then."""
+    before which live objects of Python are counted; no other garbage is collected then; `iterable`:
+    the data is `iterable_data`."""
     global _entries
     _entries += 1
     if "counts" in ctx.args:
         gc.disable()
     note(ctx, {"pid": os.getpid(), "entries": _entries})
     model = make_model(torch.float64)
-    engine, optimizer, loader, _ = ctx.initialize(model=model, training_data=Data())
+    data = iterable_data(ctx.seed) if "iterable" in ctx.args else Data()
+    engine, optimizer, loader, _ = ctx.initialize(model=model, training_data=data)
     engine.on_reconfigure(lambda it: note(ctx, objects(it, model, optimizer)))
     for x, y in loader.until(ctx.steps):
         step = engine.progress.step + 1

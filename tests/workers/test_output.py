@@ -33,10 +33,10 @@ def test_messages_are_polled_once_and_in_order():
 def test_poll_waits_for_first_message():
     outbox = Outbox(linger_s=0)
     polled: list[object] = []
-    poll = Thread(target=lambda: polled.extend(outbox.poll(10)))
+    poll = Thread(target=lambda: polled.extend(outbox.poll(60)))
     poll.start()
     outbox.post(Joined(1, 0))
-    poll.join(5)
+    poll.join(30)
     assert polled == [Joined(1, 0)]
 
 
@@ -46,7 +46,7 @@ def test_urgent_message_ends_linger():
     outbox.post(line("after it"))
     start_s = monotonic()
     assert len(outbox.poll(30)) == 2
-    assert monotonic() - start_s < 5
+    assert monotonic() - start_s < 15
 
 
 def test_only_oldest_lines_are_dropped_and_counted():

@@ -7,8 +7,11 @@ from threading import Event, Thread
 
 import torch
 
-from rayzero.engine.data.loader import fetch_samples
+from rayzero.engine.data.loader import StepLoader
+from rayzero.engine.data.micro_batches import MicroBatches
 from rayzero.engine.data.prefetch import Prefetch
+from rayzero.engine.data.sample_source import DatasetSource, fetch_samples
+from rayzero.engine.data.sampling import StepSplit, TrainingProgress, assign_step
 from rayzero.workers.stacks import TRAINING_THREAD, Stacks, read_stacks
 
 
@@ -19,6 +22,9 @@ class Stuck:
         self.sample = sample
         self.entered = Event()
         self.release = Event()
+
+    def __len__(self) -> int:
+        return 40
 
     def __getitem__(self, index: int) -> int:
         if index == self.sample:
@@ -45,14 +51,22 @@ def stacks_of(train: Callable[[], object], stuck: Stuck) -> Stacks:
 
 def test_dataset_that_hangs_is_named_with_its_sample() -> None:
     stuck = Stuck(37)
+    own = MicroBatches(TrainingProgress(global_batch=2), StepSplit(assign_step(2, 1, 0, 2)))
+    loader = StepLoader(DatasetSource(stuck, 0), own)
+    stacks = stacks_of(lambda: list(loader.steps(20)), stuck)
+    assert stacks.place.startswith(f"{__file__}:")
+    assert stacks.place.endswith(", in __getitem__")
+    assert stacks.activity == "reading sample 37 of the training data"
+
+
+def test_prompt_that_hangs_is_named() -> None:
+    stuck = Stuck(37)
 
     def source() -> Iterator[list[int]]:
         for first in range(0, 40, 2):
             yield fetch_samples(stuck, [first, first + 1])
 
     stacks = stacks_of(lambda: list(Prefetch(source())), stuck)
-    assert stacks.place.startswith(f"{__file__}:")
-    assert stacks.place.endswith(", in __getitem__")
     assert stacks.activity == "reading sample 37"
 
 

@@ -140,7 +140,7 @@ def test_interrupt_ends_wait_for_copies(rig: Rig):
     started = monotonic()
     with pytest.raises(GivenUp):
         rig.mirror.step_requests(2)
-    assert monotonic() - started < 5
+    assert monotonic() - started < 60
     rig.mirror.close()
     assert steps_of(rig.vault) == reported(rig) == []
 

@@ -29,9 +29,9 @@ from tests.workers.event_controller import (
     fault,
 )
 from tests.workers.local_workers import LocalWorkers, check_results
-from tests.workers.recovery_jobs import engine_config
+from tests.workers.recovery_jobs import SAMPLES, engine_config
 from tests.workers.support import mirrored_setup
-from tests.workers.survivor_jobs import NOTES, compiled_config
+from tests.workers.survivor_jobs import NOTES, compiled_config, iterable_data
 
 EVENTS = int(os.environ.get("RAYZERO_SURVIVOR_EVENTS", "6"))
 REPAIRS = int(os.environ.get("RAYZERO_SURVIVOR_REPAIRS", "9"))
@@ -76,7 +76,8 @@ def run_events(
         assert sorted(fired.fault for fired in FaultRecord(folder).read()) == sorted(faults)
         told = local.told_steps(controller.starts)
         assert told == [*range(1, steps + 1)], "no step was lost, or done again"
-        check_results(local, steps)
+        is_iterable = "iterable" in args
+        check_results(local, steps, iterable_data(0).order(SAMPLES) if is_iterable else None)
         return controller
     finally:
         local.close()
@@ -93,9 +94,10 @@ def read_notes(folder: Path) -> dict[int, list[dict[str, Any]]]:
 
 def test_function_and_its_objects_survive_random_events(tmp_path: Path) -> None:
     """Kills, stops, resizes and drains: each process enters the function once, and has the same
-    objects before and after each of them."""
+    objects before and after each of them, and the readers of its data go from rank to rank."""
     events = draw(SEED, EVENTS)
-    controller = run_events(tmp_path, events, compiled_config(SEED % 4), order=SEED)
+    config = compiled_config(SEED % 4)
+    controller = run_events(tmp_path, events, config, order=SEED, iterable=True)
     assert len(controller.starts) > len(events)
     changes = 0
     for entry, *later in read_notes(tmp_path).values():

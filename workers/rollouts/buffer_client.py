@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from rayzero.engine.data.consumed import Consumed
-from rayzero.engine.data.loader import MapDataset, dataset_length, fetch_samples
+from rayzero.engine.data.sample_source import MapDataset, dataset_length, fetch_samples
 from rayzero.engine.data.sampling import SampleOrder
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import DataError, EngineError

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from rayzero.engine.data.streams.block import BlockSource
 from rayzero.engine.data.streams.positions import StreamDataset
+from rayzero.engine.data.streams.readers import IterableStream, Make
 from rayzero.engine.data.streams.source import BlockStream, Mixture, StreamPart, Transform
 from rayzero.engine.errors import ConfigError, did_you_mean
 
@@ -32,8 +34,11 @@ def stream(
     Args:
         shuffle_window: number of blocks whose rows are mixed. A worker holds its part of two
             windows.
-        cache_bytes: of the blocks in a worker's memory, at most.
-        transform: makes a sample of the dict of a row, in the thread that reads ahead.
+        cache_bytes: of the blocks in a worker's memory, at most, and of what reading one takes:
+            four times its size. Arrow allocates by jemalloc from then on, which returns freed
+            memory, unless ARROW_DEFAULT_MEMORY_POOL chooses another pool.
+        transform: makes a sample of the dict of a row, in the thread that reads ahead, or in
+            `rayzero.loader.num_workers` processes.
         threads: the most that read blocks, in each worker.
         read_timeout_s: how long one block may take.
 
@@ -90,6 +95,76 @@ def mix(
         tuple((max_epochs or {}).get(name) for name in sources),
     )
     return StreamDataset(tuple(parts), cache_bytes, threads, read_timeout_s, mixture)
+
+
+def iterable(
+    source: Make | Any,
+    readers: int | None = None,
+    rows: int | Sequence[int] | None = None,
+    snapshot_every: int = 1000,
+    transform: Callable[[Any], Any] | None = None,
+    replay: bool = False,
+    read_ahead: int = 64,
+    read_timeout_s: float = _READ_TIMEOUT_S,
+) -> IterableStream:
+    """Iterables as training data, through a fixed number of readers, at any number of workers: in
+    turn, each yields its next row. No row is lost or doubled through faults and resizes, if a
+    reader yields the same rows whenever it is made, also after `load_state_dict`.
+
+    An epoch has `rows` rows, each once: where readers have different numbers of them, the turns go
+    over those that still have some. Without `rows` each reader begins again where it ends, and the
+    loader's epoch has no end: train with `loader.until(step)`.
+
+    A reader is run by one worker, if the readers are a multiple of the workers and divide
+    `train_batch_size`; by two, which both read all of its rows, where their parts meet. Wherever it
+    begins again, fewer than `snapshot_every` of its rows are read again.
+
+    Args:
+        source: `make(reader, readers)`, which returns a new iterable of that reader's rows, with
+            `state_dict()` and `load_state_dict(state)`, such as a stateful dataset, or a node or a
+            loader of torchdata; `set_epoch(epoch)` is called if it has one. Called by a thread for
+            each reader. Or a dataset with `shard(num_shards, index)`, such as an `IterableDataset`
+            of Hugging Face.
+        readers: by default the dataset's number of shards; at most that.
+        rows: of each reader in an epoch, or of all alike.
+        snapshot_every: rows of a reader between two snapshots of its state, which are part of the
+            training state.
+        transform: makes a sample of a row, in the thread that reads ahead.
+        replay: needs no state: a reader that begins again reads from the beginning of its epoch.
+        read_ahead: rows of each reader that may be in memory before they are needed.
+        read_timeout_s: how long one row may take.
+
+    Raises:
+        ConfigError: an argument is of no use. One that tells when a reader is made: it has no state
+            and no `replay`, or its state is known to be inexact, as that of a shuffle buffer is.
+    """
+    make, shards = source, None
+    if hasattr(source, "shard"):
+        make = lambda reader, readers: source.shard(num_shards=readers, index=reader)  # noqa: E731
+        shards = getattr(source, "num_shards", None)
+    elif not callable(source):
+        raise ConfigError(
+            f"iterable() got a {type(source).__name__}",
+            "a function (reader, readers), which returns a new iterable; or a dataset with shard()",
+            f"iterable(lambda reader, readers: {type(source).__name__}(...), readers=8)",
+        )
+    number = _count_readers(readers, shards)
+    counts = (rows,) * number if isinstance(rows, int) else rows
+    own = None if counts is None else tuple(counts)
+    return IterableStream(
+        make, number, own, snapshot_every, transform, replay, read_ahead, read_timeout_s
+    )
+
+
+def _count_readers(readers: int | None, shards: int | None) -> int:
+    number = shards if readers is None else readers
+    if number is None or (shards is not None and number > shards):
+        raise ConfigError(
+            f"iterable() has {readers} readers",
+            "a number" if shards is None else f"at most {shards}, the shards of the dataset",
+            "give readers=, a multiple of the workers, and a dataset of as many shards",
+        )
+    return number
 
 
 def _check_names(where: str, given: Mapping[str, float], sources: Mapping[str, object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,12 @@ Key = tuple[int, int]  # (source, block)
 
 CHECK_INTERVAL_S = 0.2
 """How often a reader that waits for a block looks if it is to stop."""
+
+READ_FACTOR = 4
+"""How often a block is in memory while it is read: bytes of the file, pages, columns, and freed
+memory that Arrow's pool still has."""
+_DECAY_MS = 10
+_POOL_VARIABLE = "ARROW_DEFAULT_MEMORY_POOL"
 
 
 @dataclass
@@ -45,7 +52,8 @@ class BlockCache:
     its memory: first those that are not in use, the longest unused first.
 
     Args:
-        limit_bytes: of all blocks in memory, those that are being read by estimate included.
+        limit_bytes: of all blocks in memory, those that are being read by estimate included, with
+            what reading takes.
         timeout_s: how long one block may take.
     """
 
@@ -53,6 +61,7 @@ class BlockCache:
         self, sources: Sequence[BlockSource], limit_bytes: int, threads: int, timeout_s: float
     ) -> None:
         self.counters = CacheCounters()
+        _choose_pool()
         self._sources = sources
         self._limit_bytes = limit_bytes
         self._threads = threads
@@ -148,9 +157,10 @@ class BlockCache:
     def _next(self) -> Key | None:
         """The block to read next, with room for it; None if there is none. Needs the lock."""
         if self._wanted:
-            key = self._wanted.pop(0)
-            self._make_room(self._estimate(key), in_use_too=True)
-            return key
+            # What is being read makes room when it ends: no block in use is dropped before.
+            is_alone = not self._reading
+            has_room = self._make_room(self._estimate(self._wanted[0]), in_use_too=is_alone)
+            return self._wanted.pop(0) if has_room or is_alone else None
         # The sources in turn: each needs its current window before another one its next.
         for key in chain.from_iterable(zip_longest(*self._plans.values())):
             is_done = key in self._tables or key in self._reading or key in self._errors
@@ -176,7 +186,8 @@ class BlockCache:
 
     def _estimate(self, key: Key) -> int:
         source, block = key
-        return int(self._row_bytes.get(source, 0) * self._sources[source].counts[block])
+        nbytes = self._row_bytes.get(source, 0) * self._sources[source].counts[block]
+        return int(READ_FACTOR * nbytes)
 
     def _read(self, key: Key) -> None:
         """Body of a thread: one block, then those that it makes room for are begun."""
@@ -185,6 +196,7 @@ class BlockCache:
             table = self._read_checked(key)
         except Exception as raised:  # noqa: BLE001 -- raised where the block is used
             error = raised
+        pa.default_memory_pool().release_unused()
         with self._changed:
             del self._reading[key]
             is_used = key in self._plans.get(key[0], {})
@@ -254,3 +266,11 @@ class BlockCache:
 def _nbytes(table: pa.Table) -> int:
     """The memory behind a table, of which it may use a part."""
     return int(table.get_total_buffer_size())
+
+
+def _choose_pool() -> None:
+    """Has Arrow allocate by jemalloc, which returns what is freed to the system: its usual pool
+    would keep several blocks for each thread."""
+    if _POOL_VARIABLE not in os.environ and "jemalloc" in pa.supported_memory_backends():
+        pa.jemalloc_set_decay_ms(_DECAY_MS)
+        pa.set_memory_pool(pa.jemalloc_memory_pool())

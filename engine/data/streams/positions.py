@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, DistributedSampler, RandomSampler
 
-from rayzero.engine.data.sampling import MicroBatch, TrainingProgress
+from rayzero.engine.data.sampling import TrainingProgress
 from rayzero.engine.data.streams.source import BlockStream, Register, StreamSource
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.session import current_session
@@ -41,13 +41,12 @@ class StreamDataset(BlockStream, Dataset[Any]):
         return self.__getitems__([position])[0]
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
-        """The samples at some positions, from 0. Raises as `StreamSource.read`."""
+        """The samples at some positions, from 0. Raises as `StreamSource.read_samples`."""
         source, samples = self._source(), list[Any]()
         for start, count in _ranges(positions):
             if start < 0:
                 raise IndexError(f"position {start} of a stream, whose first one is 0")
-            part = MicroBatch(0, count, 1.0)
-            samples += source.read(start, part, is_last=False, check=lambda: None)[1]
+            samples += source.read_samples(start, count)
         return samples
 
     def keep_identity(self, register: Register) -> None:

@@ -6,18 +6,20 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from rayzero.engine.data.loader import SampleSource
+from rayzero.engine.data.sample_source import SampleSource
 from rayzero.engine.data.sampling import MicroBatch, StepSplit, TrainingProgress
 from rayzero.engine.data.streams.block import BlockSource
 from rayzero.engine.data.streams.cache import BlockCache
+from rayzero.engine.data.streams.identity import check_identity
 from rayzero.engine.data.streams.mixture import MixSchedule
 from rayzero.engine.data.streams.order import BlockOrder, StreamOrder
-from rayzero.engine.errors import ConfigError, DataError, EngineError
+from rayzero.engine.errors import ConfigError, DataError
 from rayzero.engine.redact import redact_url
 
 STATE_NAME = "rayzero.stream"
@@ -96,6 +98,20 @@ class BlockStream:
         return identity
 
 
+class StreamRow(NamedTuple):
+    """What a sample is made of."""
+
+    source: int
+    block: int
+    row: int
+    values: dict[str, Any]
+
+
+def transform_row(transforms: Sequence[Transform | None], row: StreamRow) -> Any:
+    transform = transforms[row.source]
+    return row.values if transform is None else transform(row.values)
+
+
 class StreamSource(SampleSource):
     """A stream as the source of a `StepLoader`. What its order depends on is registered with the
     training state, and compared when that is loaded.
@@ -116,7 +132,10 @@ class StreamSource(SampleSource):
         self, stream: BlockStream, seed: int, progress: TrainingProgress, register: Register
     ) -> None:
         self._stream = stream
-        self._seed = seed
+        self.seed = seed
+        transforms = tuple(part.transform for part in stream.parts)
+        if any(transforms):
+            self.maker = partial(transform_row, transforms)
         self._progress = progress
         self._order = stream.order(seed, progress.global_batch)
         self.length = self._order.length
@@ -158,9 +177,9 @@ class StreamSource(SampleSource):
             block = int(places.blocks[wanted[0]])
             table = self.cache.get((source, block), check)
             rows = [int(places.rows[it]) for it in wanted]
-            read = self._make_samples(source, block, table, rows)
-            for it, sample in zip(wanted, read, strict=True):
-                samples[it] = sample
+            read = self._take_rows(source, block, table, rows)
+            for it, row in zip(wanted, read, strict=True):
+                samples[it] = row.values if self.maker is None else row
         return self._order.numbers(places).tolist(), samples
 
     def take_counts(self) -> dict[str, dict[str, int]]:
@@ -192,43 +211,37 @@ class StreamSource(SampleSource):
         if plans:
             self.cache.plan(plans)
 
-    def _make_samples(
+    def _take_rows(
         self, source: int, block: int, table: pa.Table, rows: Sequence[int]
-    ) -> list[Any]:
-        part = self._stream.parts[source]
-        row = rows[0]
+    ) -> list[StreamRow]:
         try:
             taken = table.take(pa.array(rows, pa.int64()))
             columns = {name: column_values(taken[name]) for name in taken.column_names}
-            samples: list[Any] = []
-            for number, row in enumerate(rows):  # noqa: B007 -- named by an error
-                sample = {name: values[number] for name, values in columns.items()}
-                samples.append(part.transform(sample) if part.transform else sample)
         except Exception as error:
+            part = self._stream.parts[source]
             raise DataError(
-                f"row {row} of block {block} of {part.source.name!r} "
+                f"rows {list(rows)} of block {block} of {part.source.name!r} "
                 f"({part.source.describe(block)}) cannot be used: {type(error).__name__}: {error}",
-                fix="correct the data, or the transform of the stream",
+                fix="correct the data",
             ) from error
-        return samples
+        return [
+            StreamRow(source, block, row, {name: it[number] for name, it in columns.items()})
+            for number, row in enumerate(rows)
+        ]
+
+    def describe(self, raw: StreamRow) -> str:
+        part = self._stream.parts[raw.source]
+        place = part.source.describe(raw.block)
+        return f"row {raw.row} of block {raw.block} of {part.source.name!r} ({place})"
 
     def _get(self) -> dict[str, Any]:
-        return {"batch": self._order.group, **self._stream.identity(self._seed)}
+        return {"batch": self._order.group, **self._stream.identity(self.seed)}
 
     def _set(self, value: dict[str, Any]) -> None:
         saved, batch = {**value}, value["batch"]
         del saved["batch"]
-        now = self._stream.identity(self._seed)
-        for name in [*saved, *now]:
-            if saved.get(name) != now.get(name):
-                raise EngineError(
-                    f"the training state was trained on a stream with {name}: "
-                    f"{saved.get(name, 'none')}; now: {now.get(name, 'none')}",
-                    allowed="the same data, seed, windows and weights, in the same order",
-                    fix="restore the files or the settings, or begin a new job with the weights "
-                    "of this one",
-                )
-        self._order = self._stream.order(self._seed, batch)
+        check_identity(saved, self._stream.identity(self.seed))
+        self._order = self._stream.order(self.seed, batch)
         self._windows = {}
 
 

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from rayzero.engine.data.loader import DatasetSource, StepLoader
+from rayzero.engine.data.loader import StepLoader
 from rayzero.engine.data.micro_batches import MicroBatches
 from rayzero.engine.data.prefetch import Prefetch, batch_to_device
+from rayzero.engine.data.sample_source import DatasetSource
 from rayzero.engine.data.sampling import SampleOrder, StepSplit, TrainingProgress, assign_step
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import DataError, EngineError

@@ -124,7 +124,7 @@ def test_close_stops_the_threads(tmp_path: Path) -> None:
     assert started
     engine.close()
     for thread in started:
-        thread.join(5)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in started)
 
 

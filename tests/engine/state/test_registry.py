@@ -124,14 +124,14 @@ def test_what_was_captured_does_not_follow_the_value():
 
 
 def test_memory_grows_seldom_and_by_little():
-    registry, history, moves = StateRegistry(), list[float](), set[tuple[int, int]]()
+    registry, history, moves = StateRegistry(), list[float](), set[tuple[tuple[int, int], ...]]()
     registry.register("history", lambda: history, lambda it: None)
     for step in range(6000):
         history.append(step / 3)
         if step % 50 == 0:
             registry.capture()
             moves.add(registry.memory_signature)
-    nbytes = registry.memory_signature[1]
+    nbytes = registry.memory_signature[0][1]
     assert len(moves) < 60
     assert nbytes < 1.2 * len(json.dumps(history))
     assert restored([stored(registry)], 0, ["history"])["history"] == history
@@ -168,6 +168,28 @@ def test_a_value_that_was_not_given_yet_is_stored_again():
     registry = of_values(seen=9)
     registry.read(BlocksSource([stored(of_values(seen=7))]), 0)
     assert restored([stored(registry)], 0, ["seen"]) == {"seen": 7}
+
+
+def test_every_rank_gets_the_shared_values_of_all():
+    blocks, got = list[Block](), list[Any]()
+    for rank in range(3):
+        registry = of_values(own=rank)
+        registry.register("shared", lambda rank=rank: {"at": rank}, lambda it: None, shared=True)
+        assert registry.is_shared
+        blocks.append(stored(registry, rank))
+    everything = [{"at": rank} for rank in range(3)]
+    for rank in (1, 5):
+        registry = of_values(own=None)
+        registry.register("shared", lambda: got[-1], got.append, shared=True)
+        registry.read(BlocksSource(blocks), rank)
+        registry.capture()  # before the values are given: the ranks have changed again
+        block = stored(registry)  # before the values are given: the ranks have changed again
+        assert got.pop() == everything
+        assert restored([block], 0, ["own"]) == {"own": rank if rank < 3 else 0}
+    late = StateRegistry()
+    late.read_shared(BlocksSource(blocks))
+    late.register("shared", list, got.append, shared=True)
+    assert got == [everything]
 
 
 def test_what_nobody_registers_is_told_once_and_dropped(caplog: pytest.LogCaptureFixture):
@@ -307,10 +329,13 @@ def test_an_engine_that_goes_back_gets_the_older_values_once():
     """One that is re-cut at the step that it has finished keeps its caller's values."""
     engine = make_engine()
     got = register(engine)
+    shared: list[Any] = []
+    engine.state.register("shared", lambda: 7, shared.append, shared=True)
     train(engine, 2)
     second = Block.of(engine)
     engine.survival.recut(BlocksSource([second]), keep=False)
     assert got == []
+    assert shared == [[7]], "of ranks that are gone, too"
     train(engine, 1)
     engine.survival.recut(BlocksSource([second]), keep=False)
     engine.survival.recut(BlocksSource([second]), keep=False)

@@ -204,7 +204,7 @@ CALLS: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
     (lambda: _initialize(lr_scheduler=3), ("(lr_scheduler=...) got int", "a scheduler over the")),
     (lambda: _initialize(config=[1]), ("a list was given", "a dict, or the path")),
     (lambda: _initialize(training_data=Broken()), ("len() of the training data", "no index file")),
-    (lambda: _loop(lambda engine, batch: None, Unreadable()), ("could not be read", "'nope'")),
+    (lambda: _loop(lambda engine, batch: None, Unreadable()), ("cannot be used", "'nope'")),
     (lambda: _loop(_detached), ("without a graph", "with gradients enabled")),
     (lambda: _loop(_number), ("backward() got a float", "a scalar loss")),
     (lambda: rayzero.Job("j", 3), ("of type int, which is not callable",)),  # type: ignore[arg-type]

@@ -205,7 +205,7 @@ def raw_server(first: bytes) -> Iterator[str]:
         thread.start()
         yield f"127.0.0.1:{listener.getsockname()[1]}"
         listener.shutdown(socket.SHUT_RDWR)
-        thread.join(5)
+        thread.join(60)
 
 
 @contextmanager

@@ -231,6 +231,7 @@ def repeated(fault: Fault, count: int) -> list[Fault]:
 LOSSES = repeated(LOST, 3)
 HUNG = replace(LOST, cause=FaultCause.HANG, place="data.py:12, in __getitem__", traceback="frames")
 EXITED = replace(LOST, rank=2, worker=worker(2), detail=process_end._describe(0))
+BAD_DATA = replace(USER, cause=FaultCause.DATA, traceback="")
 EARLY = Fault(FaultCause.EARLY_RETURN, worker(1), 1, 3, "it returned: too early", 100.0, 1)
 REPEATED: dict[str, tuple[list[Fault], list[dict[str, Any]], list[str]]] = {
     "loss": (
@@ -257,6 +258,11 @@ REPEATED: dict[str, tuple[list[Fault], list[dict[str, Any]], list[str]]] = {
         [USER, replace(USER, detail="ValueError: another hole", rank=0)],
         [{"step": 4}, {"detail": "KeyError: 3"}],
         ["a second time in the same way"],
+    ),
+    "data": (  # whichever of several damaged files a rank reads first
+        [replace(BAD_DATA, detail=f"{name} is damaged") for name in "ab"],
+        [{"step": 4}],
+        ["b is damaged"],
     ),
     "early return": ([EARLY, replace(EARLY, generation=2)], [], ["it returned"]),
 }

@@ -16,7 +16,6 @@ from tests.workers.launch.support import (
     PlainRuns,
     make_workers,
     read_notes,
-    run_script,
 )
 
 pytestmark = pytest.mark.slow
@@ -58,7 +57,16 @@ def test_gan_with_accelerate_is_plain_torchs(
     environment = os.environ | {"RANK": "0"}
     subprocess.run([*command, "--out", str(alone)], env=environment, check=True, timeout=240)
     killed = step >= 0
-    run_script(launched, "accelerated_gan.py", *options, "--kill", str(step), place)
+    launched.mkdir()
+    options += ["--out", str(launched), "--kill", str(step), place]
+    with closing(make_workers(launched, "accelerated_gan.py", *options, count=2 + killed)) as local:
+        if killed:
+            local.form(1, [0, 1])
+            assert local.wait_lost(120) == 1
+            local.fence(1, [0])
+            local.finish(2, [0, 2], local.slots(1, 2))
+        else:
+            local.finish(1, [0, 1])
     assert (launched / "killed").exists() is killed
     expected = read_notes(alone, "weights", 0)
     found = read_notes(launched, "weights", 0)

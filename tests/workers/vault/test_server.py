@@ -144,7 +144,7 @@ def test_closing_vault_ends_waiting_poll(cluster: VaultCluster):
     thread = threading.Thread(target=lambda: answers.append(vault.poll(60.0)))
     thread.start()
     vault.close()
-    thread.join(5.0)
+    thread.join(30)
     assert answers == [[]]
 
 
@@ -300,7 +300,7 @@ def test_poll_fails_once_the_thread_has_ended(cluster: VaultCluster):
     vault = cluster.vault()
     assert vault.poll(0.0) == []
     vault._server._on_readable(stop := os.eventfd(1), _end_thread)
-    vault._server._thread.join(5.0)
+    vault._server._thread.join(30)
     vault._server._answered.clear()  # it may have answered a last ping
     with pytest.raises(VaultGoneError, match="thread that serves"):
         vault.poll(0.0)
@@ -317,7 +317,7 @@ def test_poll_returns_only_while_the_thread_serves(cluster: VaultCluster):
     assert not replies
     os.eventfd_read(stop)
     may_continue.set()
-    poll.join(5.0)
+    poll.join(30)
     assert replies == [[]]
 
 
@@ -348,7 +348,7 @@ def test_slow_fetch_does_not_delay_other_requests(cluster: VaultCluster):
     assert cluster.client(worker=2).reserve(1, 1, 2, table()).step == -1
     assert not opened
     may_continue.set()
-    thread.join(5.0)
+    thread.join(30)
     assert len(opened) == 1
     assert other.poll(0.0) == []
 

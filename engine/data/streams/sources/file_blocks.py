@@ -48,6 +48,10 @@ _SUFFIXES: dict[FormatName, tuple[str, ...]] = {
 class FileBlocks:
     """The blocks of files, in the sequence of the files and of the blocks in them.
 
+    A change that keeps size and time of a file is found by checksums: of JSON lines, gzip,
+    headers of tars, and pages of Parquet if the writer made them (`write_page_checksum`); not in
+    images and the files in a tar.
+
     Attributes:
         counts: int64, shape (blocks,).
         schema: the columns of every block.

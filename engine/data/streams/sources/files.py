@@ -15,7 +15,6 @@ from glob import has_magic
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-import numpy as np
 import pyarrow as pa
 
 from rayzero.engine.checkpoint.errors import StoreError
@@ -79,7 +78,9 @@ class SourceReader(io.RawIOBase):
 
     def read_at(self, start: int, nbytes: int) -> memoryview:
         """`nbytes` bytes from byte `start`; fewer at the end of the file."""
-        content = np.empty(max(0, min(nbytes, self.file.nbytes - start)), np.uint8).data
+        size = max(0, min(nbytes, self.file.nbytes - start))
+        # Of Arrow's pool, as what is made of it: `release_unused` returns it to the system.
+        content = memoryview(pa.allocate_buffer(size)).cast("B")
         done = self._repeat(lambda: self._open().read(start, [content])) if content else 0
         if done < len(content):
             raise StoreError("unreadable", self.file.url, f"ends at byte {start + done}")

@@ -117,13 +117,13 @@ class Parquet(Format):
         return footer
 
 
-def read_content(reader: SourceReader, start: int, nbytes: int) -> bytes:
+def read_content(reader: SourceReader, start: int, nbytes: int) -> memoryview:
     """A range of a file; of a compressed one all of it, whose frames may be several."""
     raw = reader.read_at(start, nbytes)
     if not reader.file.codec:
-        return raw.tobytes()
+        return raw
     with pa.CompressedInputStream(pa.BufferReader(raw), reader.file.codec) as stream:
-        return bytes(stream.read())
+        return memoryview(stream.read())
 
 
 def _list_columns(schema: pa.Schema) -> str:

@@ -60,7 +60,7 @@ class JsonLines(Format):
             nbytes = self._block_bytes + _LINE_BYTES
             end = 0
             while not end:
-                content = read_content(reader, start, nbytes)
+                content = bytes(read_content(reader, start, nbytes))
                 end = content.find(b"\n", self._block_bytes - 1) + 1
                 if start + len(content) == size:
                     end = end or len(content)
@@ -68,10 +68,10 @@ class JsonLines(Format):
             yield start, end, content[:end]
             start += end
         if reader.file.codec:
-            yield 0, size, read_content(reader, 0, size)
+            yield 0, size, bytes(read_content(reader, 0, size))
 
 
-def _parse(content: bytes, schema: pa.Schema | None) -> pa.Table:
+def _parse(content: bytes | memoryview, schema: pa.Schema | None) -> pa.Table:
     """All lines as one chunk: types would be those of the first chunk, and wrong for the others."""
     return pj.read_json(
         pa.BufferReader(content),

@@ -65,7 +65,7 @@ class WebDataset(Format):
 
     def read(self, reader: SourceReader, block: FileBlock, schema: pa.Schema) -> pa.Table:
         content = read_content(reader, block.start, block.nbytes)
-        samples = list(_read_samples(io.BytesIO(content)))
+        samples = list(_read_samples(pa.BufferReader(content)))
         columns: dict[str, list[Any]] = {
             suffix: [_slice(content, sample.parts.get(suffix)) for sample in samples]
             for suffix in schema.names
@@ -76,8 +76,9 @@ class WebDataset(Format):
         return pa.table({name: columns[name] for name in schema.names}, schema=schema)
 
 
-def _slice(content: bytes, place: tuple[int, int] | None) -> bytes | None:
-    return None if place is None else content[place[0] : place[0] + place[1]]
+def _slice(content: memoryview, place: tuple[int, int] | None) -> bytes | None:
+    # Not a memoryview: pyarrow would never release it.
+    return None if place is None else bytes(content[place[0] : place[0] + place[1]])
 
 
 def _read_samples(stream: IO[bytes]) -> Iterator[_Sample]:

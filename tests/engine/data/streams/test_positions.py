@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Seque
 import rayzero.data
 from rayzero.data import StreamSampler
 from rayzero.engine.data.streams.positions import check_sampler
-from rayzero.engine.errors import ConfigError, EngineError
+from rayzero.engine.errors import ConfigError, DataError
 from rayzero.engine.session import HostSession, use_session
 from rayzero.engine.state.registry import StateRegistry
 from tests.engine.data.streams.memory import MemorySource
@@ -105,7 +105,7 @@ def test_another_stream_is_refused_by_the_state() -> None:
             stream.keep_identity(other.register)
             assert read(DataLoader(stream, batch_size=4)) == texts(stream, 0, SAMPLES)
         else:
-            with pytest.raises(EngineError, match="shuffle_window"):
+            with pytest.raises(DataError, match="shuffle_window"):
                 stream.keep_identity(other.register)
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,7 +33,7 @@ def block_threads() -> list[threading.Thread]:
     return [it for it in threading.enumerate() if it.name in ("rayzero-blocks", "rayzero-prefetch")]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def no_leaked_threads() -> Iterator[None]:
     yield
     gc.collect()
@@ -132,7 +136,7 @@ def test_memory_is_bounded_and_what_does_not_fit_is_read_again(
 def test_sources_share_a_small_cache() -> None:
     """The current window of each is read before the next one of another: each block once."""
     web, code = (MemorySource([40] * 16, name, width=1000) for name in ("web", "code"))
-    limit = 11 * web.read(0).get_total_buffer_size()
+    limit = 13 * web.read(0).get_total_buffer_size()
     web.reads.clear()
     parts = {it.name: (rayzero.data.stream(it, 4), 0.5) for it in (web, code)}
     source = make_source(rayzero.data.mix(parts, cache_bytes=limit), 16)
@@ -144,6 +148,29 @@ def test_sources_share_a_small_cache() -> None:
     assert len(set(rows)) == 960
     assert set(web.reads.values()) | set(code.reads.values()) == {1}
     assert source.cache.counters.peak_bytes <= 1.1 * limit
+
+
+def make_block(kind: str, number: int) -> pa.Table:
+    """8 MB: 2048 rows of 4 kB."""
+    rng = np.random.default_rng(number)
+    if kind == "strings":
+        return pa.table({"text": [rng.bytes(2048).hex() for _ in range(2048)]})
+    tokens = pa.array(rng.integers(0, 2**31, 2048 * 1024, dtype=np.int32))
+    return pa.table({"ids": pa.FixedSizeListArray.from_arrays(tokens, 1024)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["strings", "lists"])
+def test_private_memory_is_bounded(kind: str, tmp_path: Path) -> None:
+    """Of a process, with what reads and allocators take."""
+    path = tmp_path / "a.parquet"
+    with pq.ParquetWriter(path, make_block(kind, 0).schema) as writer:
+        for number in range(20):
+            writer.write_table(make_block(kind, number))
+    limit = 64 << 20
+    command = [sys.executable, "-m", "tests.engine.data.streams.measure_memory"]
+    run = subprocess.run([*command, path, str(limit)], stdout=subprocess.PIPE, check=True)
+    assert 0.2 * limit < int(run.stdout) <= 1.1 * limit
 
 
 def test_a_block_larger_than_the_limit_is_refused() -> None:
@@ -183,11 +210,10 @@ def test_errors_name_source_block_and_row_and_a_read_is_tried_again() -> None:
     memory, failures = MemorySource([50]), [OSError("storage is away")]
     memory.before_read = lambda block: (_ for _ in ()).throw(failures.pop()) if failures else None
     source = make_source(rayzero.data.stream(memory, transform=lambda it: 1 // it["row"]), 50)
-    part = assign_step(50, 1, 0, 50)[0]
     with pytest.raises(DataError, match=r"block 0\) could not be read: OSError: storage is away"):
-        source.read(0, part, is_last=True, check=no_check)
+        read_step(source, 0, 50, 50, 1)
     with pytest.raises(DataError, match=r"row 0 of block 0 of 'memory' \(memory block 0\)"):
-        source.read(0, part, is_last=True, check=no_check)
+        read_step(source, 0, 50, 50, 1)
 
 
 def test_a_block_with_other_rows_is_refused() -> None:
@@ -216,7 +242,7 @@ def test_state_of_another_stream_is_refused_and_its_batch_kept() -> None:
         (make_mix(), "blocks and rows of 'memory'"),
     ):
         make_source(other, 6, register=loaded)
-        with pytest.raises(EngineError, match=named):
+        with pytest.raises(DataError, match=named):
             loaded.set(saved.get())
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import tarfile
 from collections.abc import Iterator
+from time import monotonic
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,6 +17,7 @@ from rayzero.data import blocks
 from rayzero.engine.checkpoint.store import join_url, open_store
 from rayzero.engine.errors import DataError
 from tests.support.bucket import bucket_url
+from tests.support.flaky_server import flaky_server
 
 pytestmark = pytest.mark.slow
 
@@ -97,3 +99,22 @@ def test_whole_bucket_and_what_is_not_there(bucket: str) -> None:
     for path in (join_url(bucket, "no"), join_url(bucket, "no", "*.jsonl"), join_url(other, "no")):
         with pytest.raises(DataError, match=r"no files at s3://\w+/no"):
             blocks(path)
+
+
+@pytest.mark.parametrize("kind", ["500", "reset", "cut", "slow"])
+def test_errors_of_the_server_are_retried_within_the_budget(bucket: str, kind: str) -> None:
+    port = int(bucket.partition("endpoint_override=127.0.0.1:")[2].partition("&")[0])
+    open_store(join_url(bucket, f"flaky-{kind}")).replace("a.parquet", FILES["a.parquet"])
+    with flaky_server(port) as server:
+        url = bucket.replace(f":{port}&", f":{server.server_port}&")
+        source = blocks(join_url(url, f"flaky-{kind}", "a.parquet"), retry_s=20.0)
+        server.kind, server.left = kind, 5
+        assert source.read(2).to_pylist() == ROWS[20:30]
+        assert server.fired[kind] == (1 if kind == "slow" else 5)
+        if kind != "500":
+            return
+        short = blocks(join_url(url, f"flaky-{kind}", "a.parquet"), retry_s=0.3)
+        server.left, since_s = 10**6, monotonic()
+        with pytest.raises(DataError, match=rf"flaky-{kind}/a.parquet, row group 3 cannot be read"):
+            short.read(3)
+        assert monotonic() - since_s < 60  # the SDK has retries of its own, which take 12 s

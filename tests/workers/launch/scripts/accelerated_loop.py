@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ def main() -> None:
     parser.add_argument("--numbered", action="store_true", help="Accelerate names checkpoints")
     parser.add_argument("--resume", type=Path, help="a checkpoint of --save-at")
     parser.add_argument("--stage", type=int, default=2)
-    parser.add_argument("--plain", action="store_true", help="no config; clips its gradients")
+    parser.add_argument("--plain", action="store_true", help="no config, no accumulate; clips")
     parser.add_argument("--samples", type=int, default=24)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--width", type=int, default=4)
@@ -77,6 +78,8 @@ def main() -> None:
         begun, skipped = divmod(finished, len(loader))
     for epoch in range(begun, args.epochs):
         rest = accelerator.skip_first_batches(loader, skipped) if epoch == begun else loader
+        if args.data:
+            rest.set_epoch(epoch)
         for rows, indices in rest:
             kills = os.environ["RANK"] == "1" and not (args.out / "killed").exists()
             if kills and args.kill_at == getattr(model, "global_steps", None):
@@ -84,7 +87,7 @@ def main() -> None:
             time.sleep(0 if (args.out / "fast").exists() else args.pace_s)
             step = getattr(model, "global_steps", 0)
             note(args.out, "used", [time.time(), step, indices.tolist()])
-            with accelerator.accumulate(model):
+            with nullcontext() if args.plain else accelerator.accumulate(model):
                 accelerator.backward(model(rows).pow(2).mean())
                 norm = None
                 if args.plain and accelerator.sync_gradients:

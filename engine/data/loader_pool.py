@@ -1,0 +1,209 @@
+"""A rank's pool of processes that make samples."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from time import monotonic
+from typing import Any
+
+from rayzero.engine.data.loader_process import (
+    BadSample,
+    LoaderServer,
+    SampleMaker,
+    dump,
+    loader_server,
+)
+from rayzero.engine.errors import DataError
+
+_CHECK_INTERVAL_S = 0.2
+_START_TIMEOUT_S = 300.0
+_MOST_TASKS = 16
+"""That one process is given at once."""
+
+
+@dataclass(eq=False)
+class SampleTicket:
+    """Samples that are being made, of adjacent positions."""
+
+    position: int
+    raws: Sequence[Any]
+    made: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _LoaderProcess:
+    number: int
+    connection: Connection
+    is_ready: bool = False
+    since_s: float = field(default_factory=monotonic)  # its last answer, or what it is to answer
+    tasks: deque[tuple[SampleTicket, int]] = field(default_factory=deque)  # the first in progress
+
+
+class LoaderPool:
+    """Makes samples in `count` processes, which start with the first one.
+
+    A process has a few samples at a time, and none more before it has answered them all: neither
+    side writes while the other one does, so a full socket blocks none for good. Which process makes
+    a sample changes nothing: it has its place, and random numbers of its own. One that takes too
+    long, or in whose process it ends, is bad; another process makes those after it.
+
+    The lock is held for at most `_CHECK_INTERVAL_S`: the thread of a closed iteration may still be
+    here when the next one's comes. What the former left is made and dropped.
+
+    Args:
+        maker: is pickled by cloudpickle.
+        timeout_s: how long one sample may take.
+
+    Raises:
+        DataError: it cannot be pickled.
+    """
+
+    def __init__(self, maker: SampleMaker, seed: int, count: int, timeout_s: float) -> None:
+        self._server: LoaderServer = loader_server()
+        try:
+            self._maker = dump(maker)
+        except Exception as error:
+            raise DataError(
+                "the training data cannot be sent to the loader's processes: "
+                f"{type(error).__name__}: {error}",
+                "what cloudpickle can pickle, such as a dataset that opens its files when used",
+                "the dataset or transform, or `rayzero.loader.num_workers: 0`",
+            ) from error
+        self._seed = seed
+        self._count = count
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._queue: deque[tuple[SampleTicket, int]] = deque()
+        self._processes: list[_LoaderProcess] = []
+        weakref.finalize(self, _end_all, self._server, self._processes)
+
+    def submit(self, position: int, raws: Sequence[Any]) -> SampleTicket:
+        """Begins to make the samples at a position and those after it."""
+        ticket = SampleTicket(position, raws)
+        with self._lock:
+            self._queue += [(ticket, index) for index in range(len(raws))]
+            self._give_tasks()
+        return ticket
+
+    def take(self, ticket: SampleTicket, check: Callable[[], None]) -> list[Any]:
+        """Waits for samples: each as the maker made it, or a BadSample.
+
+        Args:
+            check: raises where waiting is to end.
+
+        Raises:
+            DataError: a process cannot start.
+        """
+        while len(ticket.made) < len(ticket.raws):
+            check()
+            with self._lock:
+                self._poll()
+        return [ticket.made[index] for index in range(len(ticket.raws))]
+
+    def drop_tasks(self) -> None:
+        """What is submitted, and not begun, is not needed."""
+        with self._lock:
+            self._queue.clear()
+
+    def close(self) -> None:
+        """Ends the processes; a next `submit` starts others."""
+        with self._lock:
+            self._queue.clear()
+            _end_all(self._server, self._processes)
+
+    def _give_tasks(self) -> None:
+        while len(self._processes) < self._count:
+            self._start()
+        for process in [it for it in self._processes if it.is_ready and not it.tasks]:
+            share = min(_MOST_TASKS, max(1, len(self._queue) // (2 * self._count)))
+            tasks = [self._queue.popleft() for _ in range(min(share, len(self._queue)))]
+            if not tasks:
+                return
+            process.tasks.extend(tasks)
+            process.since_s = monotonic()
+            items = [(ticket.position + index, ticket.raws[index]) for ticket, index in tasks]
+            with suppress(ConnectionError):  # it has ended, which the next poll sees
+                process.connection.send_bytes(pickle.dumps((self._seed, items), 5))
+
+    def _start(self) -> None:
+        try:
+            process = _LoaderProcess(*self._server.fork())
+            self._processes.append(process)
+            process.connection.send_bytes(self._maker)
+        except OSError as error:
+            raise self._server_error() from error
+
+    def _poll(self) -> None:
+        """Takes answers, ends what takes too long, and gives new tasks. Time counts only where
+        there is no answer: not while nobody has looked."""
+        self._give_tasks()
+        busy = {it.connection: it for it in self._processes if it.tasks or not it.is_ready}
+        for connection in wait(list(busy), _CHECK_INTERVAL_S):
+            self._receive(busy.pop(connection))  # type: ignore[call-overload]
+        for process in busy.values():
+            limit_s = self._timeout_s if process.is_ready else _START_TIMEOUT_S
+            if monotonic() - process.since_s > limit_s:
+                self._replace(process, f"it was not done within {limit_s:g} s")
+        self._give_tasks()
+
+    def _receive(self, process: _LoaderProcess) -> None:
+        try:
+            answer = process.connection.recv_bytes()
+        except (EOFError, OSError):
+            self._replace(process, "")
+            return
+        try:
+            made = pickle.loads(answer)
+        except Exception as error:  # noqa: BLE001 -- of the user's class: raised or counted
+            made = BadSample(f"it cannot be unpickled: {error}", cause=error)
+        process.since_s = monotonic()
+        if process.is_ready:
+            ticket, index = process.tasks.popleft()
+            ticket.made[index] = made
+        elif isinstance(made, BadSample):
+            raise DataError(
+                f"the training data cannot be loaded in a process of the loader: {made.reason}",
+                fix="the dataset or transform, or `rayzero.loader.num_workers: 0`",
+            ) from made.cause or RuntimeError(made.trace)
+        process.is_ready = True
+
+    def _replace(self, process: _LoaderProcess, reason: str) -> None:
+        """Ends a process that takes too long, or has ended."""
+        try:
+            status = os.waitstatus_to_exitcode(self._server.end(process.number))
+        except OSError as error:
+            raise self._server_error() from error
+        process.connection.close()
+        self._processes.remove(process)
+        reason = reason or f"its process has ended with status {status}"
+        if not process.is_ready:
+            raise DataError(
+                f"a process of the loader did not start: {reason}",
+                fix="see its output; a smaller rayzero.loader.num_workers needs less memory",
+            )
+        if process.tasks:
+            ticket, index = process.tasks.popleft()
+            ticket.made[index] = BadSample(reason)
+        self._queue.extendleft(reversed(process.tasks))
+
+    def _server_error(self) -> DataError:
+        return DataError(
+            f"the server of the loader's processes (pid {self._server.pid}) has ended",
+            fix="find what has killed it, such as a lack of memory",
+        )
+
+
+def _end_all(server: LoaderServer, processes: list[_LoaderProcess]) -> None:
+    while processes:
+        process = processes.pop()
+        with suppress(OSError):  # it has ended, and all of its processes with it
+            server.end(process.number)
+        process.connection.close()

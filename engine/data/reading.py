@@ -1,0 +1,224 @@
+"""Reads a source and makes its samples and micro-batches: body of the thread that reads ahead.
+
+A sample that cannot be made is *bad*. Up to `max_bad_samples` of a job are left out, as if their
+loss were 0: the micro-batch is shorter, and its weight is that of the others in the global batch.
+So what a step computes depends on its samples only, not on which ranks had the bad ones. A
+micro-batch without a good sample runs on the next good one with weight zero.
+
+Bad samples count where they are trained on: this rank's of a step are summed over ranks in the
+step's vote, and the sum is part of the training state (`TrainingProgress`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from time import monotonic
+from typing import Any
+
+import torch
+
+from rayzero.engine.config.sections import LoaderConfig
+from rayzero.engine.data.loader_pool import LoaderPool, SampleTicket
+from rayzero.engine.data.loader_process import BadSample, make_sample
+from rayzero.engine.data.micro_batches import MicroBatches, YieldedBatch
+from rayzero.engine.data.prefetch import closed_error
+from rayzero.engine.data.sample_source import SampleSource
+from rayzero.engine.data.sampling import MicroBatch, StepSplit, bad_samples_error
+from rayzero.engine.device import get_device
+from rayzero.engine.errors import DataError
+from rayzero.engine.tensor_tree import map_tensors
+
+log = logging.getLogger("rayzero.engine")
+
+
+@dataclass
+class _BegunBatch:
+    """A micro-batch whose samples are read, and being made."""
+
+    step: int  # sample cursor at which its step begins
+    turn: int  # number in it
+    part: MicroBatch
+    is_last: bool
+    numbers: list[int]
+    raws: list[Any]
+    ticket: SampleTicket | None
+
+
+class BatchReader:
+    """This rank's micro-batches in host memory.
+
+    With `num_workers`, samples are made in processes, up to two for each ahead of the micro-batch
+    that is next. The processes are those of all iterations.
+
+    `read` runs in the thread of an iteration, `check_time` in the training thread.
+    """
+
+    def __init__(
+        self,
+        source: SampleSource,
+        micro_batches: MicroBatches,
+        collate: Callable[[list[Any]], Any],
+        device: torch.device,
+        config: LoaderConfig,
+    ) -> None:
+        self._source = source
+        self._micro_batches = micro_batches
+        self._collate = collate
+        self._device = get_device(device)
+        self._config = config
+        self._bad = 0  # samples left out: of finished steps, and of this rank since then
+        self._making: tuple[float, str] | None = None  # since when, and what
+        self._pool: LoaderPool | None = None
+        if source.maker is not None and config.num_workers:
+            self._pool = LoaderPool(
+                source.maker, source.seed, config.num_workers, config.sample_timeout_s
+            )
+
+    def read(
+        self, split: StepSplit, cursor: int, done: int, steps: int, closed: threading.Event
+    ) -> Iterator[tuple[YieldedBatch, Any]]:
+        """The micro-batches of `steps` steps from a sample cursor, without `done` of the first."""
+
+        def check() -> None:
+            if closed.is_set():
+                raise closed_error()
+
+        self._device.make_current()  # or pinning uses device 0
+        if self._pool is not None:
+            self._pool.drop_tasks()
+        self._source.begin(cursor, split, check)
+        progress = self._micro_batches.progress
+        self._bad = progress.bad_samples + progress.bad_in_step
+        begun: deque[_BegunBatch] = deque()
+        for step in range(steps):
+            start = cursor + step * progress.global_batch
+            for turn in range(done if step == 0 else 0, len(split)):
+                begun.append(self._begin(start, turn, split, check))
+                while begun and not self._waits_for_more(begun):
+                    yield self._finish(begun.popleft(), split, check)
+        for batch in begun:
+            yield self._finish(batch, split, check)
+
+    def check_time(self) -> None:
+        """Raises DataError if making a sample takes longer than the limit in the thread."""
+        if (making := self._making) is None:
+            return
+        since_s, failing = making
+        if monotonic() - since_s > self._config.sample_timeout_s:
+            raise DataError(
+                f"{failing} was not done within {self._config.sample_timeout_s:g} s",
+                fix="correct the data, or set rayzero.loader.sample_timeout_s; with num_workers, "
+                "up to max_bad_samples such samples are left out",
+            )
+
+    def close(self) -> None:
+        """Ends the processes. No iteration is running."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def _begin(
+        self, start: int, turn: int, split: StepSplit, check: Callable[[], None]
+    ) -> _BegunBatch:
+        part, is_last = split[turn], turn == len(split) - 1
+        numbers, raws = self._source.read(start, part, is_last=is_last, check=check)
+        check()
+        ticket = self._pool.submit(start + part.start, raws) if self._pool is not None else None
+        return _BegunBatch(start, turn, part, is_last, numbers, raws, ticket)
+
+    def _waits_for_more(self, begun: deque[_BegunBatch]) -> bool:
+        """Whether the processes would be idle while nothing more than these is begun."""
+        ahead = sum(len(it.raws) for it in islice(begun, 1, None))
+        return self._pool is not None and ahead < 2 * self._config.num_workers
+
+    def _finish(
+        self, batch: _BegunBatch, split: StepSplit, check: Callable[[], None]
+    ) -> tuple[YieldedBatch, Any]:
+        made = self._make_samples(batch.raws, batch.ticket, check)
+        count = batch.part.count
+        skipped = []
+        for number, raw, sample in zip(batch.numbers, batch.raws, made, strict=True):
+            if isinstance(sample, BadSample) and count:
+                self._leave_out(raw, sample)
+                skipped.append(number)
+        good = [sample for sample in made if not isinstance(sample, BadSample)]
+        weight = batch.part.weight
+        if skipped:
+            weight = (count - len(skipped)) / self._micro_batches.progress.global_batch
+        collated = self._collate_samples(batch.numbers, good or [self._find_filler(batch, check)])
+        if self._device.asynchronous:
+            collated = map_tensors(collated, self._device.pin)
+        yielded = YieldedBatch(
+            (batch.step, batch.turn),
+            weight,
+            own_indices=batch.numbers[:count],
+            is_last=batch.is_last,
+            owner=self._micro_batches,
+            split=split,
+            skipped=skipped,
+        )
+        return yielded, collated
+
+    def _make_samples(
+        self, raws: list[Any], ticket: SampleTicket | None, check: Callable[[], None]
+    ) -> Sequence[Any]:
+        maker = self._source.maker
+        if maker is None:
+            return raws
+        if self._pool is not None and ticket is not None:
+            return self._pool.take(ticket, check)
+        try:
+            if (make_all := self._source.make_all) is not None:
+                failing = f"samples {raws} of the training data"  # read by who looks for a hang
+                self._making = monotonic(), failing
+                try:
+                    return list(make_all(raws))
+                except Exception:
+                    log.debug("samples %s cannot be made together", raws, exc_info=True)
+            samples = []
+            for raw in raws:
+                failing = self._source.describe(raw)
+                self._making = monotonic(), failing
+                samples.append(make_sample(maker, raw))
+            return samples
+        finally:
+            self._making = None
+
+    def _leave_out(self, raw: Any, bad: BadSample) -> None:
+        """Raises DataError if that is one too many."""
+        self._bad += 1
+        limit = self._config.max_bad_samples
+        seen = f"{self._source.describe(raw)} cannot be used: {bad.reason}"
+        if self._bad > limit:
+            cause = bad.cause or (RuntimeError(bad.trace) if bad.trace else None)
+            raise bad_samples_error(seen, self._bad, limit) from cause
+        log.warning("%s\n  it is left out: %d of at most %d", seen, self._bad, limit)
+
+    def _find_filler(self, batch: _BegunBatch, check: Callable[[], None]) -> Any:
+        """The next good sample. It has no weight, so that the bad ones until there do not count."""
+        for offset in range(self._config.max_bad_samples + 1):
+            position = batch.step + batch.part.start + batch.part.read_count + offset
+            part = MicroBatch(0, 0, 0.0)
+            _, raws = self._source.read(position, part, is_last=False, check=check)
+            ticket = self._pool.submit(position, raws) if self._pool is not None else None
+            (sample,) = self._make_samples(raws, ticket, check)
+            if not isinstance(sample, BadSample):
+                return sample
+        raise DataError(
+            f"there is no sample that can be used after {self._source.describe(batch.raws[-1])}",
+            fix="correct the data, or set rayzero.loader.max_bad_samples",
+        )
+
+    def _collate_samples(self, numbers: list[int], samples: list[Any]) -> Any:
+        try:
+            return self._collate(samples)
+        except Exception as error:
+            raise DataError(
+                f"samples {numbers} cannot be collated: {type(error).__name__}: {error}",
+                "samples of one shape and type",
+                "the dataset, or your own collate_fn",
+            ) from error

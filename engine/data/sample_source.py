@@ -1,0 +1,148 @@
+"""What a loader reads: the samples of a dataset, or another source, by their positions."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from torch.utils.data import IterableDataset
+
+from rayzero.engine.data.loader_process import BadSample, SampleMaker, make_sample
+from rayzero.engine.data.sampling import MicroBatch, SampleOrder, StepSplit
+from rayzero.engine.data.way_out import way_out
+from rayzero.engine.errors import DataError
+
+
+class MapDataset(Protocol):
+    """A map-style dataset: `dataset[i]` for i in [0, len(dataset)).
+
+    `__getitems__(indices: list[int]) -> list[sample]` is used if the dataset has it; in processes
+    with one index.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class SampleSource(ABC):
+    """The job's samples by their positions, which are sample cursors. Used by the thread that reads
+    ahead.
+
+    Attributes:
+        length: samples of an epoch.
+        may_wait: reading may have to wait for what others make, for any time: the training thread
+            shows signs of life meanwhile.
+        maker: makes a sample of what `read` returns for it, also in another process; None: that is
+            the sample.
+        make_all: the same for several at once, in this process; None: one by one.
+        seed: of random numbers in `maker`, in other processes.
+    """
+
+    length: int
+    may_wait = False
+    maker: SampleMaker | None = None
+    make_all: Callable[[list[Any]], list[Any]] | None = None
+    seed = 0
+
+    def begin(  # noqa: B027 -- a default
+        self, cursor: int, split: StepSplit, check: Callable[[], None]
+    ) -> None:
+        """Reading begins with the step at that cursor, of which this rank reads that part, as of
+        those after it."""
+
+    @abstractmethod
+    def read(
+        self, step: int, part: MicroBatch, *, is_last: bool, check: Callable[[], None]
+    ) -> tuple[list[int], list[Any]]:
+        """The numbers of the samples of a micro-batch, and of each what `maker` gets.
+
+        Args:
+            step: the cursor at which its step begins.
+            is_last: of its step, on this rank.
+            check: raises where reading is to stop; to be called while waiting.
+        """
+
+    def read_samples(self, start: int, count: int) -> list[Any]:
+        """The samples of some positions, made here. Raises DataError, which names a bad one."""
+        part = MicroBatch(0, count, 1.0)
+        _, raws = self.read(start, part, is_last=False, check=lambda: None)
+        if (maker := self.maker) is None:
+            return raws
+        samples = []
+        for raw in raws:
+            samples.append(sample := make_sample(maker, raw))
+            if isinstance(sample, BadSample):
+                raise DataError(
+                    f"{self.describe(raw)} cannot be used: {sample.reason}",
+                    fix="correct the data, its dataset or transform",
+                ) from sample.cause
+        return samples
+
+    def describe(self, raw: Any) -> str:
+        """Says which sample is made of it: source, block and row."""
+        return f"sample {raw} of the training data"
+
+
+class DatasetSource(SampleSource):
+    """The samples of a dataset in their global order. Raises DataError if it is not map-style, or
+    empty."""
+
+    def __init__(self, dataset: MapDataset, seed: int) -> None:
+        self._order = SampleOrder(dataset_length(dataset), seed)
+        self.length = self._order.length
+        self.maker = partial(fetch_item, dataset)
+        self.make_all = getattr(dataset, "__getitems__", None)
+        self.seed = seed
+
+    def read(
+        self, step: int, part: MicroBatch, *, is_last: bool, check: Callable[[], None]
+    ) -> tuple[list[int], list[Any]]:
+        indices = self._order.indices(step + part.start, part.read_count).tolist()
+        return indices, indices
+
+
+def fetch_item(dataset: MapDataset, index: int) -> Any:
+    if (get_items := getattr(dataset, "__getitems__", None)) is not None:
+        return get_items([index])[0]
+    return dataset[index]
+
+
+def dataset_length(dataset: object) -> int:
+    name = type(dataset).__name__
+    map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if isinstance(dataset, IterableDataset) or not map_style:
+        raise DataError(
+            f"the training data is a {name}, which can only be iterated",
+            "a map-style dataset, with __len__ and __getitem__",
+            f"training_data: {way_out(dataset)}; or rayzero.data.iterable(...) of it, if it has a "
+            "state_dict()",
+        )
+    try:
+        length = len(dataset)  # type: ignore[arg-type]
+    except Exception as error:
+        seen = f"len() of the training data (a {name}) failed: {type(error).__name__}: {error}"
+        raise DataError(seen, fix="correct the dataset, or the data behind it") from error
+    if length < 1:
+        raise DataError(f"the training data (a {name}) is empty", "one sample or more", "the data")
+    return length
+
+
+def fetch_samples(dataset: MapDataset, indices: list[int]) -> list[Any]:
+    """The samples at `indices`; errors of the dataset name the failing sample."""
+    failing = f"samples {indices}"
+    try:
+        if (get_items := getattr(dataset, "__getitems__", None)) is not None:
+            return list(get_items(indices))
+        samples = []
+        for index in indices:
+            failing = f"sample {index}"
+            samples.append(dataset[index])
+        return samples
+    except Exception as error:
+        raise DataError(
+            f"{failing} of the training data could not be read: {type(error).__name__}: {error}",
+            fix="correct the dataset, or the data behind it",
+        ) from error

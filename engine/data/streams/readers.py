@@ -1,0 +1,178 @@
+"""Iterables as training data: each of a fixed number of readers yields its rows in order.
+
+A reader is what `make(reader, readers)` returns, made anew for each of its epochs, and wherever it
+begins again. So a row is a function of the reader and its number, on whatever rank it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from rayzero.engine.data.streams.reader_order import ReaderOrder
+from rayzero.engine.errors import ConfigError, DataError, RayzeroError
+
+Make = Callable[[int, int], Iterable[Any]]
+
+_END = object()
+_UNREAD = object()
+_BUFFERS = ("BufferShuffledExamplesIterable",)
+"""Steps of `datasets` whose `state_dict` leaves out the rows that they hold."""
+_WAYS_OUT = (
+    "rayzero.data.blocks(its files), which shuffles; or iterable(..., replay=True), which reads "
+    "from the beginning of the epoch after each fault"
+)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A place where a reader can begin: before its row `row`, counted over all epochs.
+
+    Attributes:
+        epoch: this reader's.
+        first: the first row of that epoch.
+        state: the iterable's `state_dict()`; None: it is the first row.
+    """
+
+    row: int = 0
+    epoch: int = 0
+    first: int = 0
+    state: Any = None
+
+
+class ReadRow(NamedTuple):
+    """A row, and a snapshot that was taken behind it, or before it."""
+
+    row: int
+    value: Any
+    snapshot: Snapshot | None
+
+
+@dataclass(frozen=True)
+class IterableStream:
+    """Training data of iterables: what `iterable` returns, to be given as `training_data`."""
+
+    make: Make
+    readers: int
+    rows: tuple[int, ...] | None
+    snapshot_every: int
+    transform: Callable[[Any], Any] | None
+    replay: bool
+    read_ahead: int
+    read_timeout_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("readers", "snapshot_every", "read_ahead", "read_timeout_s"):
+            if getattr(self, name) <= 0:
+                seen = f"{name} of iterable() is {getattr(self, name)}"
+                raise ConfigError(seen, "more than 0", name)
+        if self.rows is not None and (len(self.rows) != self.readers or min(self.rows) < 0):
+            seen = f"rows of iterable() is {list(self.rows)}, with {self.readers} readers"
+            raise ConfigError(seen, "a number of rows of each reader, 0 or more", "rows")
+
+    def order(self, batch: int) -> ReaderOrder:
+        """The order of the samples in a job that began with this `train_batch_size`; for
+        `check_ledger`, too. Raises DataError if there are no rows."""
+        return ReaderOrder(self.readers, self.rows, batch)
+
+    def identity(self) -> dict[str, Any]:
+        """Returns what the order depends on, by the words of an error."""
+        return {"readers": str(self.readers), "rows of its readers": str(self.rows)}
+
+    def open(self, reader: int, at: Snapshot) -> Any:
+        """Makes a reader that begins at a snapshot. Raises ConfigError if it has no exact state."""
+        made: Any = self.make(reader, self.readers)
+        loads = [it for it in ("load_state_dict", "reset") if hasattr(made, it)]
+        seen = ""
+        if not (loads and hasattr(made, "state_dict")):
+            seen = "no state_dict() and load_state_dict(): where it is cannot be saved"
+        elif any(step in _BUFFERS for step in hf_steps(made)):
+            seen = "shuffle(buffer_size), whose rows are not in its state_dict()"
+        if seen and not self.replay:
+            raise ConfigError(
+                f"reader {reader}, a {type(made).__name__}, has {seen}",
+                "an iterable that continues exactly behind the last row",
+                _WAYS_OUT if loads else f"give it both methods; or {_WAYS_OUT}",
+            )
+        if hasattr(made, "set_epoch"):
+            made.set_epoch(at.epoch)
+        if at.state is not None:
+            getattr(made, loads[0])(deepcopy(at.state))  # torchdata's nodes have `reset`
+        return made
+
+
+def read_rows(stream: IterableStream, reader: int, at: Snapshot) -> Iterator[ReadRow]:
+    """The rows of a reader from a snapshot on, epoch after epoch. Raises DataError that names
+    reader and row; ConfigError as `open`.
+
+    Snapshots are taken behind the rows of the numbers `snapshot_every - 1`, `2 * snapshot_every -
+    1`, and so on, so at the same ones wherever the reader began; and where an epoch ends. Order:
+    the state is read behind that row, and before the next one, which is read to see whether the
+    epoch goes on: what an iterable makes of a state of its end differs.
+    """
+    row = at.row
+    snapshot: Snapshot | None = None
+    limit = None if stream.rows is None else stream.rows[reader]
+    while True:
+        with _named(reader, row):
+            made = stream.open(reader, at)
+            values = iter(made)
+            value = next(values, _END)
+        while value is not _END:
+            following: Any = _UNREAD
+            behind = row + 1
+            is_last = limit is not None and behind == at.first + limit
+            is_due = behind % stream.snapshot_every == 0 and not stream.replay
+            if is_due or is_last:
+                with _named(reader, behind):
+                    state = deepcopy(made.state_dict()) if is_due else None
+                    following = next(values, _END)
+                if following is _END:
+                    snapshot = Snapshot(behind, at.epoch + 1, behind)
+                elif is_last:
+                    raise _count_error(reader, at.epoch, f"more than {limit}", limit)
+                else:
+                    snapshot = Snapshot(behind, at.epoch, at.first, state)
+            yield ReadRow(row, value, snapshot)
+            row = behind
+            snapshot = None
+            with _named(reader, row):
+                value = next(values, _END) if following is _UNREAD else following
+        if row - at.first != limit and (limit is not None or row == at.first):
+            raise _count_error(reader, at.epoch, row - at.first, limit)
+        at = snapshot = Snapshot(row, at.epoch + 1, row)
+
+
+def hf_steps(dataset: Any) -> Iterator[str]:
+    """The names of the types of the steps that an `IterableDataset` of `datasets` consists of."""
+    pending = [getattr(dataset, "_ex_iterable", None)]
+    while pending:
+        if (step := pending.pop()) is not None:
+            yield type(step).__name__
+            pending += [getattr(step, "ex_iterable", None), *getattr(step, "ex_iterables", ())]
+
+
+@contextmanager
+def _named(reader: int, row: int) -> Iterator[None]:
+    try:
+        yield
+    except RayzeroError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"row {row} of reader {reader} cannot be read: {type(error).__name__}: {error}",
+            fix="correct the iterable, or the data behind it",
+        ) from error
+
+
+def _count_error(reader: int, epoch: int, seen: int | str, limit: int | None) -> DataError:
+    allowed = "one row or more" if limit is None else f"{limit}, by rows="
+    return DataError(
+        f"reader {reader} has {seen} rows in its epoch {epoch}",
+        f"{allowed}, in each epoch",
+        "give iterable(rows=) the number of each reader's rows; or leave it out: each reader then "
+        "begins again where it ends",
+    )
