@@ -24,7 +24,6 @@ from rayzero.engine.data.loader_process import (
 from rayzero.engine.errors import DataError
 
 _CHECK_INTERVAL_S = 0.2
-_START_TIMEOUT_S = 300.0
 _MOST_TASKS = 16
 """That one process is given at once."""
 
@@ -60,7 +59,7 @@ class LoaderPool:
 
     Args:
         maker: is pickled by cloudpickle.
-        timeout_s: how long one sample may take.
+        timeout_s: how long one sample may take, and the start of a process with what it unpickles.
 
     Raises:
         DataError: it cannot be pickled.
@@ -149,9 +148,8 @@ class LoaderPool:
         for connection in wait(list(busy), _CHECK_INTERVAL_S):
             self._receive(busy.pop(connection))  # type: ignore[call-overload]
         for process in busy.values():
-            limit_s = self._timeout_s if process.is_ready else _START_TIMEOUT_S
-            if monotonic() - process.since_s > limit_s:
-                self._replace(process, f"it was not done within {limit_s:g} s")
+            if monotonic() - process.since_s > self._timeout_s:
+                self._replace(process, f"it was not done within {self._timeout_s:g} s")
         self._give_tasks()
 
     def _receive(self, process: _LoaderProcess) -> None:
@@ -171,7 +169,7 @@ class LoaderPool:
         elif isinstance(made, BadSample):
             raise DataError(
                 f"the training data cannot be loaded in a process of the loader: {made.reason}",
-                fix="the dataset or transform, or `rayzero.loader.num_workers: 0`",
+                fix="correct the dataset or transform, or set rayzero.loader.num_workers to 0",
             ) from made.cause or RuntimeError(made.trace)
         process.is_ready = True
 

@@ -16,6 +16,8 @@ REASONS = {
         workers.worker: FENCE_INTERVAL_S
         workers.authenticated: _CHECK_S
         engine.data.loader: _SIGN_INTERVAL_S
+        engine.data.loader_pool: _CHECK_INTERVAL_S
+        engine.data.streams.sources.index: PROGRESS_S
         engine.data.streams.cache: CHECK_INTERVAL_S
         engine.data.streams.sources.files: _FIRST_PAUSE_S _LONGEST_PAUSE_S
         workers.rollouts.buffer_client: POLL_S _CONNECT_S _RETRY_S
@@ -70,6 +72,7 @@ REASONS = {
         orchestrator.control.roles: END_LIMIT_S
         workers.authenticated: _CLOSE_S
         engine.comm.elastic_group: END_LIMIT_S
+        engine.data.loader_process: _TIMEOUT_S
         engine.data.prefetch: _JOIN_TIMEOUT_S
         engine.comm.gloo_p2p: EXIT_LIMIT_S
         workers.worker: DEVICE_EXIT_S
