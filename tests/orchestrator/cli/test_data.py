@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +75,22 @@ def test_errors_name_what_is_wrong(folder: Path) -> None:
     assert "1.parquet is damaged" in inspect(folder, code=1)
 
 
-def test_progress_of_a_long_scan_is_logged(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(index, "PROGRESS_S", 0.0)
-    with caplog.at_level(logging.INFO):
-        rayzero.data.blocks(folder)
-    assert "of 3 files are done" in caplog.text
+def test_progress_of_a_long_scan_is_logged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file is read before a line is logged."""
+    logged = threading.Event()
+    lines: list[str] = []
+    read = index.read_checked
+
+    def log(text: str, *values: object) -> None:
+        lines.append(text % values)
+        logged.set()
+
+    def wait_and_read(*arguments: Any) -> Any:
+        assert logged.wait(60)
+        return read(*arguments)
+
+    monkeypatch.setattr(index, "PROGRESS_S", 0.01)
+    monkeypatch.setattr(index.log, "info", log)
+    monkeypatch.setattr(index, "read_checked", wait_and_read)
+    rayzero.data.blocks(folder)
+    assert lines[0] == "indexing: 0 of 3 files are done, 0 MiB read"
