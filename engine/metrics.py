@@ -89,7 +89,6 @@ class StepMetrics:
     flops_per_s: float | None = None  # this rank's forward and backward
     mfu: float | None = None  # model flops utilization, relative to the device's peak
     skipped_steps: int = 0  # steps that changed nothing: their gradient was not finite
-    bad_samples: int = 0  # left out, because they could not be made, over all ranks
     loss_scale: float = 1.0  # of the next step in fp16
     bytes: dict[str, int] = field(default_factory=dict)  # `accounting.bytes_by_class`
     # Calls and bytes by collective, since the engine was built.
@@ -229,6 +228,7 @@ class StepMeter:
             self._applied_steps += vote.finite
             metrics = self._collect(self._cached_bytes()).to_flat_dict()
             metrics.update(_flatten("streams/", self.step_work.take_stream_counts()))
+            metrics["bad_samples"] = self._progress.bad_samples
             if rank_loss is not None:
                 metrics["rank_loss"] = rank_loss
             self._session.on_step_end(metrics, vote.agreed)
@@ -249,7 +249,6 @@ class StepMeter:
             step=self._progress.step,
             samples=self._progress.sample_cursor,
             skipped_steps=self._progress.skipped_steps,
-            bad_samples=self._progress.bad_samples,
             loss_scale=self._runtime.precision.scaler.value,
             step_samples=self._progress.global_batch,
             bytes=held_bytes,

@@ -24,7 +24,7 @@ from rayzero.engine.data.loader_process import (
 from rayzero.engine.errors import DataError
 
 _CHECK_INTERVAL_S = 0.2
-_START_TIMEOUT_S = 300.0
+_START_MARGIN_S = 300.0
 _MOST_TASKS = 16
 """That one process is given at once."""
 
@@ -75,7 +75,7 @@ class LoaderPool:
                 "the training data cannot be sent to the loader's processes: "
                 f"{type(error).__name__}: {error}",
                 "what cloudpickle can pickle, such as a dataset that opens its files when used",
-                "the dataset or transform, or `rayzero.loader.num_workers: 0`",
+                "correct the dataset or transform, or set rayzero.loader.num_workers to 0",
             ) from error
         self._seed = seed
         self._count = count
@@ -149,7 +149,7 @@ class LoaderPool:
         for connection in wait(list(busy), _CHECK_INTERVAL_S):
             self._receive(busy.pop(connection))  # type: ignore[call-overload]
         for process in busy.values():
-            limit_s = self._timeout_s if process.is_ready else _START_TIMEOUT_S
+            limit_s = self._timeout_s + (0 if process.is_ready else _START_MARGIN_S)
             if monotonic() - process.since_s > limit_s:
                 self._replace(process, f"it was not done within {limit_s:g} s")
         self._give_tasks()
@@ -171,7 +171,7 @@ class LoaderPool:
         elif isinstance(made, BadSample):
             raise DataError(
                 f"the training data cannot be loaded in a process of the loader: {made.reason}",
-                fix="the dataset or transform, or `rayzero.loader.num_workers: 0`",
+                fix="correct the dataset or transform, or set rayzero.loader.num_workers to 0",
             ) from made.cause or RuntimeError(made.trace)
         process.is_ready = True
 

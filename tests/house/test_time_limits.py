@@ -16,6 +16,7 @@ REASONS = {
         workers.worker: FENCE_INTERVAL_S
         workers.authenticated: _CHECK_S
         engine.data.loader: _SIGN_INTERVAL_S
+        engine.data.loader_pool: _CHECK_INTERVAL_S
         engine.data.streams.cache: CHECK_INTERVAL_S
         engine.data.streams.sources.files: _FIRST_PAUSE_S _LONGEST_PAUSE_S
         workers.rollouts.buffer_client: POLL_S _CONNECT_S _RETRY_S
@@ -93,6 +94,7 @@ REASONS = {
         workers.vault.vault: STORE_WAIT_S
         workers.prestop: _RPC_TIMEOUT_S
         workers.fork_server: REQUEST_TIMEOUT_S
+        engine.data.loader_process: _TIMEOUT_S
         orchestrator.top.follow: _HTTP_TIMEOUT_S LOST_CONTACT_S
         orchestrator.job.client: CALL_TIMEOUT_S HEAD_TASK_TIMEOUT_S
         orchestrator.job.actor: JOURNAL_WAIT_S RECORD_TIMEOUT_S START_WAIT_S
@@ -125,6 +127,7 @@ REASONS = {
     """,
     "added to a setting or to a time that grows with the size of the state": """
         workers.vault.client: _RESERVE_TIMEOUT_S _FETCH_TIMEOUT_S
+        engine.data.loader_pool: _START_MARGIN_S
         workers.vault.actor: _FETCH_TIMEOUT_S
         orchestrator.job.handle: STOP_MARGIN_S
         orchestrator.control.inbox: SILENCE_GRACE_S

@@ -66,18 +66,18 @@ def train(engine: Any, loader: Any, until: int) -> None:
         engine.step()
 
 
-def train_with_bad(rank: int, world: int, folder: Path, workers: int) -> tuple[Any, int, int]:
+def train_with_bad(rank: int, world: int, folder: Path, workers: int) -> tuple[Any, int]:
     with use_session(Ledger(folder, rank, max(world, 1))):
         engine, loader = build(len(BAD), workers)
         train(engine, loader, STEPS)
-        found = engine.state_dict(), engine.progress.bad_samples, engine.metrics.bad_samples
+        found = engine.state_dict(), engine.progress.bad_samples
         engine.close()
     return found
 
 
 @pytest.mark.parametrize(("world", "workers"), [(0, 0), (2, 2), (3, 0)])
 def test_bad_samples_count_as_a_loss_of_zero(world: int, workers: int, tmp_path: Path) -> None:
-    (weights, bad, metric), *_ = run_ranks(world, train_with_bad, tmp_path, workers)
+    (weights, bad), *_ = run_ranks(world, train_with_bad, tmp_path, workers)
     torch.manual_seed(1)
     model = nn.Linear(2, 1).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
@@ -90,7 +90,7 @@ def test_bad_samples_count_as_a_loss_of_zero(world: int, workers: int, tmp_path:
         optimizer.step()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-12)
-    assert (bad, metric) == (len(BAD), len(BAD))
+    assert bad == len(BAD)
     assert check_ledger(tmp_path, ORDER, BATCH, STEPS) == []
     skipped = read_ledger(tmp_path, skipped=True)
     assert sorted(sample for step in skipped.values() for sample in step) == BAD
