@@ -26,7 +26,7 @@ from rayzero.engine.errors import DataError
 _CHECK_INTERVAL_S = 0.2
 _START_MARGIN_S = 300.0
 _MOST_TASKS = 16
-"""That one process is given at once."""
+"""Samples that one process is given at once."""
 
 
 @dataclass(eq=False)
@@ -109,7 +109,7 @@ class LoaderPool:
         return [ticket.made[index] for index in range(len(ticket.raws))]
 
     def drop_tasks(self) -> None:
-        """What is submitted, and not begun, is not needed."""
+        """Forgets what is submitted, and not begun."""
         with self._lock:
             self._queue.clear()
 
