@@ -255,7 +255,7 @@ def test_fifty_rebuilds_leave_nothing() -> None:
         loader = make_loader(lambda index: index)
         batches = loader.steps(9)
         assert next(batches) == indices(0, 4)
-        assert len(psutil.Process(server.pid).children()) == 2
+        assert 1 <= len(psutil.Process(server.pid).children()) <= 2  # the other may be to start
         if number % 3:
             loader.close()
         del loader, batches  # no cycle holds them

@@ -424,7 +424,7 @@ def test_state_of_other_readers_is_refused() -> None:
         (make_stream([5] * 3), "readers: 2; now: 3"),
         (make_stream([5, 6]), "5, 6"),
     ):
-        with pytest.raises(EngineError, match=named):
+        with pytest.raises(DataError, match=named):
             Ranks(other, 2).form(1, job.save(), 2)
 
 
