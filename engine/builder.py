@@ -22,7 +22,8 @@ from rayzero.engine.compiling import (
     refuse_compiled,
 )
 from rayzero.engine.compression.gradients import OneBitAdamReduction
-from rayzero.engine.config import EngineConfig, resolve_batch_sizes
+from rayzero.engine.config import EngineConfig
+from rayzero.engine.data.batch_sizes import resolve_batch_sizes
 from rayzero.engine.data.loader import StepLoader
 from rayzero.engine.data.micro_batches import MicroBatches
 from rayzero.engine.data.reading import LoaderSettings

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from rayzero.engine.config import BatchSizes, EngineConfig
+from rayzero.engine.config import EngineConfig
 from rayzero.engine.config.parse import ParsedConfig, parse_with_provenance
+from rayzero.engine.data.batch_sizes import BatchSizes
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.session import HostSession
 

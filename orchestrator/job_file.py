@@ -12,10 +12,10 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from rayzero.engine.config import EngineConfig, read_config, resolve_batch_sizes
-from rayzero.engine.config.batch_sizes import first_refused_size
+from rayzero.engine.config import EngineConfig, read_config
 from rayzero.engine.config.normalize import fill_total_steps
 from rayzero.engine.config.parse import parse_with_provenance, read_text, to_plain
+from rayzero.engine.data.batch_sizes import first_refused_size, resolve_batch_sizes
 from rayzero.engine.errors import ConfigError, first_line
 from rayzero.engine.redact import REDACTED, is_secret_key, redact_url
 from rayzero.engine.validation import repr_value, validate_document

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rayzero.engine.config import parse_config
-from rayzero.engine.config.batch_sizes import resolve_batch_sizes
+from rayzero.engine.data.batch_sizes import resolve_batch_sizes
 from rayzero.engine.errors import ConfigError, did_you_mean
 from rayzero.orchestrator.spec import JobSpec, Rollouts
 from rayzero.workers.rollouts.ledger import RolloutPlan

@@ -4,16 +4,13 @@
 into a checked config.
 """
 
-from rayzero.engine.config.batch_sizes import BatchSizes, resolve_batch_sizes
 from rayzero.engine.config.model import EngineConfig, OptimizerConfig, SchedulerConfig
 from rayzero.engine.config.parse import parse_config, read_config
 
 __all__ = [
-    "BatchSizes",
     "EngineConfig",
     "OptimizerConfig",
     "SchedulerConfig",
     "parse_config",
     "read_config",
-    "resolve_batch_sizes",
 ]

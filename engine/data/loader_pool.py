@@ -60,7 +60,7 @@ class LoaderPool:
 
     Args:
         maker: is pickled by cloudpickle.
-        timeout_s: how long one sample may take.
+        timeout_s: how long one sample may take, and the start of a process with what it unpickles.
 
     Raises:
         DataError: it cannot be pickled.

@@ -21,6 +21,7 @@ from time import monotonic
 from typing import Any
 
 import torch
+from torch.utils.data import default_collate
 
 from rayzero.engine.data.loader_pool import LoaderPool, SampleTicket
 from rayzero.engine.data.loader_process import BadSample, make_sample
@@ -53,7 +54,7 @@ class _BegunBatch:
     part: MicroBatch
     is_last: bool
     numbers: list[int]
-    raws: list[Any]
+    raws: Sequence[Any]
     ticket: SampleTicket | None
 
 
@@ -135,7 +136,9 @@ class BatchReader:
         part, is_last = split[turn], turn == len(split) - 1
         numbers, raws = self._source.read(start, part, is_last=is_last, check=check)
         check()
-        ticket = self._pool.submit(start + part.start, raws) if self._pool is not None else None
+        ticket = (
+            self._pool.submit(start + part.start, list(raws)) if self._pool is not None else None
+        )
         return _BegunBatch(start, turn, part, is_last, numbers, raws, ticket)
 
     def _waits_for_more(self, begun: deque[_BegunBatch]) -> bool:
@@ -149,11 +152,13 @@ class BatchReader:
         made = self._make_samples(batch.raws, batch.ticket, check)
         count = batch.part.count
         skipped = []
-        for number, raw, sample in zip(batch.numbers, batch.raws, made, strict=True):
-            if isinstance(sample, BadSample) and count:
-                self._leave_out(raw, sample)
-                skipped.append(number)
-        good = [sample for sample in made if not isinstance(sample, BadSample)]
+        good = made  # without a maker, none is bad, and none need be made to see that
+        if self._source.maker is not None:
+            for number, raw, sample in zip(batch.numbers, batch.raws, made, strict=True):
+                if isinstance(sample, BadSample) and count:
+                    self._leave_out(raw, sample)
+                    skipped.append(number)
+            good = [sample for sample in made if not isinstance(sample, BadSample)]
         weight = batch.part.weight
         if skipped:
             weight = (count - len(skipped)) / self._micro_batches.progress.global_batch
@@ -172,7 +177,7 @@ class BatchReader:
         return yielded, collated
 
     def _make_samples(
-        self, raws: list[Any], ticket: SampleTicket | None, check: Callable[[], None]
+        self, raws: Sequence[Any], ticket: SampleTicket | None, check: Callable[[], None]
     ) -> Sequence[Any]:
         maker = self._source.maker
         if maker is None:
@@ -184,7 +189,7 @@ class BatchReader:
                 failing = f"samples {raws} of the training data"  # read by who looks for a hang
                 self._making = monotonic(), failing
                 try:
-                    return list(make_all(raws))
+                    return list(make_all(list(raws)))
                 except Exception:
                     log.debug("samples %s cannot be made together", raws, exc_info=True)
             samples = []
@@ -212,7 +217,7 @@ class BatchReader:
             position = batch.step + batch.part.start + batch.part.read_count + offset
             part = MicroBatch(0, 0, 0.0)
             _, raws = self._source.read(position, part, is_last=False, check=check)
-            ticket = self._pool.submit(position, raws) if self._pool is not None else None
+            ticket = self._pool.submit(position, list(raws)) if self._pool is not None else None
             (sample,) = self._make_samples(raws, ticket, check)
             if not isinstance(sample, BadSample):
                 return sample
@@ -221,9 +226,11 @@ class BatchReader:
             fix="correct the data, or set rayzero.loader.max_bad_samples",
         )
 
-    def _collate_samples(self, numbers: list[int], samples: list[Any]) -> Any:
+    def _collate_samples(self, numbers: list[int], samples: Sequence[Any]) -> Any:
         try:
-            return self._collate(samples)
+            if self._collate is default_collate and hasattr(samples, "collate"):
+                return samples.collate()
+            return self._collate(list(samples))
         except Exception as error:
             raise DataError(
                 f"samples {numbers} cannot be collated: {type(error).__name__}: {error}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -56,8 +56,9 @@ class SampleSource(ABC):
     @abstractmethod
     def read(
         self, step: int, part: MicroBatch, *, is_last: bool, check: Callable[[], None]
-    ) -> tuple[list[int], list[Any]]:
-        """The numbers of the samples of a micro-batch, and of each what `maker` gets.
+    ) -> tuple[list[int], Sequence[Any]]:
+        """The numbers of the samples of a micro-batch, and of each what `maker` gets. Without one,
+        samples may have a method `collate()`, which does what `default_collate` would.
 
         Args:
             step: the cursor at which its step begins.
@@ -70,7 +71,7 @@ class SampleSource(ABC):
         part = MicroBatch(0, count, 1.0)
         _, raws = self.read(start, part, is_last=False, check=lambda: None)
         if (maker := self.maker) is None:
-            return raws
+            return list(raws)
         samples = []
         for raw in raws:
             samples.append(sample := make_sample(maker, raw))

@@ -56,6 +56,10 @@ class SampleOrder:
         int64, shape (count,), each in [0, length)."""
         positions = np.arange(start, start + count, dtype=np.uint64)
         epochs, values = np.divmod(positions, np.uint64(self.length))
+        return self.permute(epochs, values)
+
+    def permute(self, epochs: NDArray[np.uint64], values: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """The dataset index at place `values[i]` of epoch `epochs[i]`. Returns int64."""
         seeds = np.full(1, self.seed & _MASK_64, dtype=np.uint64)
         keys = _splitmix64(_splitmix64(seeds) ^ epochs)
         values = self._feistel(values, keys)

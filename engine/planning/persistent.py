@@ -18,7 +18,8 @@ from rayzero.engine.accounting import bytes_by_class
 from rayzero.engine.builder import make_build_context, make_sharded_optimizer
 from rayzero.engine.comm.backend import Backend, CompletedWork, Work
 from rayzero.engine.comm.collectives import Collectives
-from rayzero.engine.config import EngineConfig, OptimizerConfig, resolve_batch_sizes
+from rayzero.engine.config import EngineConfig, OptimizerConfig
+from rayzero.engine.data.batch_sizes import resolve_batch_sizes
 from rayzero.engine.offload.transfer import MemoryKind
 from rayzero.engine.optim.build import optimizer_factory, regroup_for_optimizer
 from rayzero.engine.optim.param_groups import ParamGroups, find_param_groups, freeze_all_params

@@ -12,7 +12,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from rayzero.engine.builder import compile_model
-from rayzero.engine.config import EngineConfig, parse_config, resolve_batch_sizes
+from rayzero.engine.config import EngineConfig, parse_config
+from rayzero.engine.data.batch_sizes import resolve_batch_sizes
 from rayzero.engine.device import local_device
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.units import name_params, plan_blocks

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 
-import numpy as np
 import typer
 
 from rayzero.engine.errors import ConfigError
@@ -126,6 +125,8 @@ def _describe(source: FileBlocks | ImageFolder) -> dict[str, Any]:
         for file in source.files
     ]
     if (numbers := getattr(source, "file_numbers", None)) is not None:
+        import numpy as np  # --help loads no numpy
+
         blocks = np.bincount(numbers, minlength=len(files))
         rows = np.bincount(numbers, weights=source.counts, minlength=len(files))
         for file, of_file, rows_of_file in zip(files, blocks, rows, strict=True):
@@ -148,7 +149,7 @@ def _samples(
     """The samples of a step in their order, as a job with a stream of this source has them."""
     from rayzero.engine.data.streams.order import BlockOrder, StreamOrder
 
-    order = StreamOrder([BlockOrder(source.counts, seed, window)], None, batch)
+    order = StreamOrder([BlockOrder(source.counts, seed, window, batch)], None, batch)
     places = order.places((step - 1) * batch, batch)
     numbers = order.numbers(places)
     for block, row, number in zip(places.blocks, places.rows, numbers, strict=True):

@@ -17,7 +17,8 @@ from typing import Any
 
 from rayzero.engine.checkpoint.catalogue import newest_complete
 from rayzero.engine.checkpoint.store import is_remote, local_path
-from rayzero.engine.config import parse_config, resolve_batch_sizes
+from rayzero.engine.config import parse_config
+from rayzero.engine.data.batch_sizes import resolve_batch_sizes
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.redact import redact_document
 from rayzero.engine.validation import validate_document

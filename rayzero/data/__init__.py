@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rayzero.data.ray_blocks import from_ray
     from rayzero.engine.data.streams.api import iterable, mix, stream
     from rayzero.engine.data.streams.block import BlockSource
+    from rayzero.engine.data.streams.mapping import map_blocks
     from rayzero.engine.data.streams.packing import PackedBlocks, cu_seqlens
     from rayzero.engine.data.streams.positions import StreamSampler
     from rayzero.engine.data.streams.readers import IterableStream
@@ -31,6 +32,7 @@ _HOMES = {
     "from_hf": "rayzero.data.hugging_face",
     "from_ray": "rayzero.data.ray_blocks",
     "iterable": "rayzero.engine.data.streams.api",
+    "map_blocks": "rayzero.engine.data.streams.mapping",
     "mix": "rayzero.engine.data.streams.api",
     "stream": "rayzero.engine.data.streams.api",
 }
@@ -46,6 +48,7 @@ __all__ = [
     "from_hf",
     "from_ray",
     "iterable",
+    "map_blocks",
     "mix",
     "stream",
 ]

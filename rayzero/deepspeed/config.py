@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from pydantic import model_validator
 
-from rayzero.engine.config import BatchSizes, EngineConfig, parse_config, resolve_batch_sizes
+from rayzero.engine.config import EngineConfig, parse_config
 from rayzero.engine.config.keys import is_enabled
 from rayzero.engine.config.model import KEYS
 from rayzero.engine.config.monitors import MonitorConfig
 from rayzero.engine.config.normalize import normalize
 from rayzero.engine.config.parse import to_plain
 from rayzero.engine.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
+from rayzero.engine.data.batch_sizes import BatchSizes, resolve_batch_sizes
 from rayzero.engine.errors import ConfigError, did_you_mean
 
 _OTHER_PATHS = {

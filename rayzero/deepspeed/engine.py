@@ -26,8 +26,8 @@ from rayzero.engine.builder import compile_model
 from rayzero.engine.checkpoint.export_model import write_model_file
 from rayzero.engine.checkpoint_io import is_late, load_model_state, without_frozen
 from rayzero.engine.comm.collectives import run_on_all_ranks
-from rayzero.engine.config import BatchSizes
 from rayzero.engine.curriculum import drop_tokens
+from rayzero.engine.data.batch_sizes import BatchSizes
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.engine.optim.schedule import Scheduler

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import ray
 
 import rayzero.data
-from rayzero.data import from_ray
+from rayzero.data import PackedBlocks, from_ray
 from rayzero.engine.errors import ConfigError, DataError
 from tests.engine.data.streams.exactness import check_through_faults
+from tests.engine.data.streams.memory import make_source, read_step
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +45,27 @@ def test_rows_order_and_counts() -> None:
         return [len(passed.read(block)) for block in range(len(passed.counts))]
 
     assert ray.get(read_elsewhere.remote(source)) == source.counts.tolist()
+
+
+def tokenize(table: pa.Table) -> pa.Table:
+    """The letters of each text."""
+    letters = [list(text.encode()) for text in table["text"].to_pylist()]
+    return pa.table({"input_ids": pa.array(letters, pa.list_(pa.int64()))})
+
+
+def test_tokens_that_tasks_of_ray_made_are_packed_and_streamed() -> None:
+    texts = [f"text {number}" for number in range(30)]
+    dataset = ray.data.from_items([{"text": text} for text in texts], override_num_blocks=3)
+    source = from_ray(dataset.map_batches(tokenize, batch_format="pyarrow"))
+    packed = PackedBlocks(source, 16, how="best_fit")
+    stream = make_source(rayzero.data.stream(packed), 2)
+    seen = []
+    for step in range(-(-int(packed.counts.sum()) // 2)):
+        for sample in read_step(stream, 2 * step, 2, 1, 2):
+            ids, begins = sample["input_ids"], np.flatnonzero(sample["position_ids"] == 0)
+            documents = np.split(ids, begins[1:])
+            seen += [bytes(it.astype(np.uint8)).decode() for it in documents if it.any()]
+    assert set(seen) == set(texts)
 
 
 def test_samples_through_faults(tmp_path: Path) -> None:

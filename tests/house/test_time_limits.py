@@ -17,6 +17,7 @@ REASONS = {
         workers.authenticated: _CHECK_S
         engine.data.loader: _SIGN_INTERVAL_S
         engine.data.loader_pool: _CHECK_INTERVAL_S
+        engine.data.streams.sources.index: PROGRESS_S
         engine.data.streams.cache: CHECK_INTERVAL_S
         engine.data.streams.sources.files: _FIRST_PAUSE_S _LONGEST_PAUSE_S
         workers.rollouts.buffer_client: POLL_S _CONNECT_S _RETRY_S
@@ -71,6 +72,7 @@ REASONS = {
         orchestrator.control.roles: END_LIMIT_S
         workers.authenticated: _CLOSE_S
         engine.comm.elastic_group: END_LIMIT_S
+        engine.data.loader_process: _TIMEOUT_S
         engine.data.prefetch: _JOIN_TIMEOUT_S
         engine.comm.gloo_p2p: EXIT_LIMIT_S
         workers.worker: DEVICE_EXIT_S
@@ -94,7 +96,6 @@ REASONS = {
         workers.vault.vault: STORE_WAIT_S
         workers.prestop: _RPC_TIMEOUT_S
         workers.fork_server: REQUEST_TIMEOUT_S
-        engine.data.loader_process: _TIMEOUT_S
         orchestrator.top.follow: _HTTP_TIMEOUT_S LOST_CONTACT_S
         orchestrator.job.client: CALL_TIMEOUT_S HEAD_TASK_TIMEOUT_S
         orchestrator.job.actor: JOURNAL_WAIT_S RECORD_TIMEOUT_S START_WAIT_S

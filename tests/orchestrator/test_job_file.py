@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rayzero.engine.config.batch_sizes import first_refused_size
 from rayzero.engine.config.model import EngineConfig
+from rayzero.engine.data.batch_sizes import first_refused_size
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.job.api import Job
 from rayzero.orchestrator.job_file import (

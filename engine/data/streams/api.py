@@ -29,17 +29,20 @@ def stream(
     job's seed and the position only, at any number of workers and through faults and resizes.
 
     A sample is a dict of a row's columns: lists of numbers are numpy arrays, others Python values.
-    The rows of a step are sorted by block, so the rows of a micro-batch are of few blocks.
+    The rows of a step are sorted by block, so the rows of a micro-batch are of few blocks. Without
+    a transform and a collate_fn, a batch of numbers is copied out of the blocks as arrays.
 
     Args:
         shuffle_window: number of blocks whose rows are mixed. A worker holds its part of two
-            windows.
+            windows. Blocks at the ends of parts are read by two workers: of N workers, at most
+            (N - 1) / shuffle_window of all blocks are read once more.
         cache_bytes: of the blocks in a worker's memory, at most, and of what reading one takes:
             four times its size. Arrow allocates by jemalloc from then on, which returns freed
             memory, unless ARROW_DEFAULT_MEMORY_POOL chooses another pool.
         transform: makes a sample of the dict of a row, in the thread that reads ahead, or in
             `rayzero.loader.num_workers` processes.
-        threads: the most that read blocks, in each worker.
+        threads: the most that read blocks, in each worker. On local disks without spare cores, one
+            takes the least processor time.
         read_timeout_s: how long one block may take.
 
     Raises:

@@ -6,14 +6,15 @@ import logging
 import os
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from time import monotonic
 
 import pyarrow as pa
 
 from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.data.streams.rows import BlockInMemory
 from rayzero.engine.errors import DataError, RayzeroError
 
 log = logging.getLogger("rayzero.engine")
@@ -43,6 +44,15 @@ class CacheCounters:
     untaken: Counter[tuple[int, str]] = field(default_factory=Counter)
 
 
+@dataclass(frozen=True)
+class ReadAhead:
+    """The blocks that a source needs now, and those that it needs from a step on."""
+
+    now: Sequence[int]
+    later: Sequence[int]
+    due_step: float
+
+
 class BlockCache:
     """The blocks of some sources, by (index of the source, block).
 
@@ -68,28 +78,31 @@ class BlockCache:
         self._timeout_s = timeout_s
         # The lock of all below.
         self._changed = threading.Condition()
-        self._tables: OrderedDict[Key, pa.Table] = OrderedDict()  # the longest unused first
+        self._blocks: OrderedDict[Key, BlockInMemory] = OrderedDict()  # the longest unused first
         self._held_bytes = 0
         self._errors: dict[Key, Exception] = {}
         self._reading: dict[Key, int] = {}  # with the estimated bytes
         self._wanted: list[Key] = []
         # By source: the blocks in use, and how often each was read since it is.
         self._plans: dict[int, dict[Key, int]] = {}
+        self._ahead: dict[int, ReadAhead] = {}
         self._warned = False
         self._row_bytes: dict[int, float] = {}  # by source: the most of a block that was read
 
-    def plan(self, blocks: Mapping[int, Sequence[int]]) -> None:
-        """These blocks of each source are in use from now on, and are read ahead in this order."""
+    def plan(self, plans: Mapping[int, ReadAhead]) -> None:
+        """These blocks of each source are in use from now on. Those that are needed now are read
+        first, of the sources in turn; then the others, of the source that needs them first."""
         with self._changed:
-            for source, own in blocks.items():
+            for source, own in plans.items():
                 former = self._plans.get(source, {})
-                keys = [(source, block) for block in own]
+                keys = [(source, block) for block in (*own.now, *own.later)]
                 self._plans[source] = {key: former.get(key, 0) for key in keys}
+                self._ahead[source] = own
                 for key in [it for it in self._errors if it[0] == source and it not in keys]:
                     del self._errors[key]
             self._start_readers()
 
-    def get(self, key: Key, check: Callable[[], None]) -> pa.Table:
+    def get(self, key: Key, check: Callable[[], None]) -> BlockInMemory:
         """Returns a block, which is in use from now on.
 
         Args:
@@ -102,10 +115,10 @@ class BlockCache:
         since_s = monotonic()
         with self._changed:
             self._plans.setdefault(key[0], {}).setdefault(key, 0)
-            is_hit = key in self._tables
+            is_hit = key in self._blocks
             self.counters.hits += is_hit
             self.counters.untaken[key[0], "hits" if is_hit else "waits"] += 1
-            while key not in self._tables:
+            while key not in self._blocks:
                 if error := self._errors.pop(key, None):
                     raise error
                 if key not in self._reading and key not in self._wanted:
@@ -113,8 +126,8 @@ class BlockCache:
                     self._start_readers()
                 self._changed.wait(CHECK_INTERVAL_S)
                 self._check(key, since_s, check)
-            self._tables.move_to_end(key)
-            return self._tables[key]
+            self._blocks.move_to_end(key)
+            return self._blocks[key]
 
     def take_counts(self) -> Counter[tuple[int, str]]:
         """Returns, by (source, name), since the last call: the `blocks` that were read, their
@@ -127,8 +140,8 @@ class BlockCache:
     def close(self) -> None:
         """Drops the blocks; what is being read is read to its end, and dropped."""
         with self._changed:
-            self._plans, self._wanted = {}, []
-            self._tables.clear()
+            self._plans, self._wanted, self._ahead = {}, [], {}
+            self._blocks.clear()
             self._held_bytes = 0
 
     def _check(self, key: Key, since_s: float, check: Callable[[], None]) -> None:
@@ -161,10 +174,8 @@ class BlockCache:
             is_alone = not self._reading
             has_room = self._make_room(self._estimate(self._wanted[0]), in_use_too=is_alone)
             return self._wanted.pop(0) if has_room or is_alone else None
-        # The sources in turn: each needs its current window before another one its next.
-        for key in chain.from_iterable(zip_longest(*self._plans.values())):
-            is_done = key in self._tables or key in self._reading or key in self._errors
-            if key is None or is_done:
+        for key in self._sequence():
+            if key in self._blocks or key in self._reading or key in self._errors:
                 continue
             # The first block of a source tells how large its others are.
             if key[0] not in self._row_bytes and any(key[0] == it for it, _ in self._reading):
@@ -173,15 +184,23 @@ class BlockCache:
             return key if has_room else None
         return None
 
+    def _sequence(self) -> Iterator[Key]:
+        """The planned blocks in the sequence in which they are read."""
+        now = ([(it, block) for block in own.now] for it, own in self._ahead.items())
+        for keys in zip_longest(*now):
+            yield from (key for key in keys if key is not None)
+        for source, own in sorted(self._ahead.items(), key=lambda it: it[1].due_step):
+            yield from ((source, block) for block in own.later)
+
     def _make_room(self, nbytes: int, *, in_use_too: bool) -> bool:
         """Drops blocks until there is room, and returns whether there is. Needs the lock."""
         room = self._limit_bytes - sum(self._reading.values()) - nbytes
-        used = [key for key in self._tables if key in self._plans.get(key[0], {})]
-        unused = [key for key in self._tables if key not in used]
+        used = [key for key in self._blocks if key in self._plans.get(key[0], {})]
+        unused = [key for key in self._blocks if key not in used]
         for key in unused + used if in_use_too else unused:
             if self._held_bytes <= room:
                 break
-            self._held_bytes -= _nbytes(self._tables.pop(key))
+            self._held_bytes -= self._blocks.pop(key).nbytes
         return self._held_bytes <= room
 
     def _estimate(self, key: Key) -> int:
@@ -204,9 +223,9 @@ class BlockCache:
                 self._errors[key] = error
             if table is not None and is_used:
                 self._count_read(key)
-                self._make_room(_nbytes(table), in_use_too=False)
-                self._tables[key] = table
-                self._held_bytes += _nbytes(table)
+                self._make_room(table.nbytes, in_use_too=False)
+                self._blocks[key] = table
+                self._held_bytes += table.nbytes
                 self.counters.peak_bytes = max(self.counters.peak_bytes, self._held_bytes)
             self._start_readers()
             self._changed.notify_all()
@@ -223,7 +242,7 @@ class BlockCache:
                 self._limit_bytes / 2**20,
             )
 
-    def _read_checked(self, key: Key) -> pa.Table:
+    def _read_checked(self, key: Key) -> BlockInMemory:
         source, block = key
         try:
             table = self._sources[source].read(block)
@@ -241,9 +260,8 @@ class BlockCache:
                 "was made",
                 fix="keep the files of a stream as they are, and make it anew where they changed",
             )
-        if any(column.num_chunks > 1 for column in table.columns):
-            table = table.combine_chunks()  # `take` would do it for every batch
-        nbytes = _nbytes(table)
+        read = BlockInMemory(table)
+        nbytes = read.nbytes
         if nbytes > self._limit_bytes:
             raise DataError(
                 f"{self._describe(key)} takes {nbytes / 2**20:.0f} MiB of memory",
@@ -255,17 +273,12 @@ class BlockCache:
             self.counters.untaken[source, "blocks"] += 1
             self.counters.untaken[source, "bytes"] += nbytes
             self._row_bytes[source] = max(self._row_bytes.get(source, 0), nbytes / rows)
-        return table
+        return read
 
     def _describe(self, key: Key) -> str:
         source, block = key
         own = self._sources[source]
         return f"block {block} of {own.name!r} ({own.describe(block)})"
-
-
-def _nbytes(table: pa.Table) -> int:
-    """The memory behind a table, of which it may use a part."""
-    return int(table.get_total_buffer_size())
 
 
 def _choose_pool() -> None:

@@ -1,12 +1,14 @@
 """Which row of which block is at a position of a stream: integers only.
 
-An epoch of a source is a permutation of its blocks, cut into windows of `window` blocks, and in
-each window one of its rows. Both are the permutation of `sampling.py`, so a position is found
-without those before it, in O(blocks) memory.
+An epoch of a source is a permutation of its blocks, cut into windows of `window` blocks. The rows
+of a window, block after block, are cut into as many strata as a step has rows; a step has one row
+of each, and the rows of a stratum are permuted. So a step has its share of each block, and a rank,
+which reads the same contiguous part of every step, reads the same contiguous part of a window: of
+the blocks, only those at its two ends are read by another rank as well.
 
-A stream is one source, or a mixture. Its positions are cut into groups of one step's samples; in a
-group, the rows of a source are sorted by block. A step has the same samples as without, and ranks,
-which read contiguous ranges of it, each read a part of a window's blocks and not all of them.
+All permutations are that of `sampling.py`, so a position is found without those before it, in
+O(blocks) memory. A stream is one source, or a mixture. Its positions are cut into groups of one
+step's samples; in a group, the rows of a source are sorted by stratum.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil, floor, gcd
 from typing import Protocol
 
 import numpy as np
@@ -26,10 +29,16 @@ Integers = NDArray[np.int64]
 
 _ROW_SEED = 0x5DEECE66D
 """Rows are permuted by another key than blocks."""
+_STRATUM_ROWS = 64
+"""The fewest rows of a stratum: of a window with fewer for each row of a step, several are one."""
+_GOLDEN = (5**0.5 - 1) / 2
+_ROUNDING = 1e-6  # of a share of a step, in strata
 _PIECE = 1 << 16
 """Blocks that are permuted at a time: their temporary arrays stay in a core's cache."""
 _CACHED_EPOCHS = 2  # of a range that crosses the end of one
-_CACHED_GROUPS = 4
+_CACHED_PIECES = 4
+_POSITIONS = 1 << 12
+"""Positions that are computed at a time: the cost of numpy's calls is that of thousands of rows."""
 
 
 @dataclass(frozen=True)
@@ -64,53 +73,70 @@ class BlockOrder:
         counts: the rows of each block.
         seed: any integer.
         window: number of blocks whose rows are mixed.
+        strata: of a window, at most: the rows of a step.
 
     Raises:
         DataError: there are no blocks, or one is empty.
     """
 
-    def __init__(self, counts: Integers, seed: int, window: int) -> None:
+    def __init__(self, counts: Integers, seed: int, window: int, strata: int) -> None:
         self.counts = np.asarray(counts, dtype=np.int64)
         if not len(self.counts) or self.counts.min() < 1:
             seen = f"{len(self.counts)} blocks, {int((self.counts < 1).sum())} of them without rows"
             raise DataError(seen, "one block or more, each with one row or more", "check the data")
         self.window = window
+        self.strata = strata
         self.length = int(self.counts.sum())
         self.first_rows = np.cumsum(self.counts) - self.counts
         self._windows = -(-len(self.counts) // window)
+        self.window_rows = self.length // self._windows  # on average
         self._row_seed = seed ^ _ROW_SEED
         self._block_order = SampleOrder(len(self.counts), seed)
         self._epoch = lru_cache(maxsize=_CACHED_EPOCHS)(self._compute_epoch)
 
-    def locate(self, start: int, count: int) -> tuple[Integers, Integers, Integers]:
-        """(turns, blocks, rows) of the positions `start` to `start + count - 1`."""
-        parts: list[tuple[Integers, Integers, Integers]] = []
+    def locate(
+        self, start: int, count: int
+    ) -> tuple[NDArray[np.float64], Integers, Integers, Integers]:
+        """(places, turns, blocks, rows) of the positions `start` to `start + count - 1`. A place is
+        that of the stratum in its window, from 0 to 1."""
+        parts: list[tuple[NDArray[np.float64], Integers, Integers, Integers]] = []
         while count > 0 or not parts:
             epoch, position = divmod(start, self.length)
-            turns, blocks, rows = self._locate_in_window(epoch, position, count)
-            parts.append((turns, blocks, rows))
-            start += len(turns)
-            count -= len(turns)
-        turns, blocks, rows = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return turns, blocks, rows
+            part = self._locate_in_window(epoch, position, count)
+            parts.append(part)
+            start += len(part[0])
+            count -= len(part[0])
+        places, turns, blocks, rows = (
+            np.concatenate(column) for column in zip(*parts, strict=True)
+        )
+        return places, turns, blocks, rows
 
     def window_of(self, turn: int) -> int:
         """The window of a block's turn, counted over all epochs."""
         epoch, within = divmod(turn, len(self.counts))
         return epoch * self._windows + within // self.window
 
+    def window_start(self, window: int) -> int:
+        """The position of its first row."""
+        epoch, within = divmod(window, self._windows)
+        layout, first, _ = self._bounds(epoch, within)
+        return epoch * self.length + int(layout.starts[first])
+
     def blocks_of_window(self, window: int, begin: float, end: float) -> list[int]:
-        """The blocks with the rows from one share of a window to another one, in their order."""
+        """The blocks with the rows from one share of a step to another one, in their order."""
         epoch, within = divmod(window, self._windows)
         layout, first, last = self._bounds(epoch, within)
         starts = layout.starts[first : last + 1] - layout.starts[first]
-        size = int(starts[-1])
-        slots = (starts[:-1] < end * size) & (starts[1:] > begin * size)
+        _, ends = self._cut(self.window_start(window), int(starts[-1]))
+        number = len(ends) - 1
+        begin_row = ends[floor(begin * number + _ROUNDING)]
+        end_row = ends[ceil(end * number - _ROUNDING)]
+        slots = (starts[:-1] < end_row) & (starts[1:] > begin_row)
         return [int(block) for block in layout.blocks[first:last][slots]]
 
     def _locate_in_window(
         self, epoch: int, position: int, count: int
-    ) -> tuple[Integers, Integers, Integers]:
+    ) -> tuple[NDArray[np.float64], Integers, Integers, Integers]:
         """The same, up to the end of the window."""
         starts = self._epoch(epoch).starts
         turn = int(np.searchsorted(starts, position, side="right")) - 1
@@ -118,12 +144,36 @@ class BlockOrder:
         layout, first, last = self._bounds(epoch, within)
         begin = int(starts[first])
         size = int(starts[last]) - begin
-        count = min(count, begin + size - position)
-        order = SampleOrder(size, self._row_seed)  # its epochs are the windows
-        number = epoch * self._windows + within
-        rows = order.indices(number * size + position - begin, count) + begin
+        numbers = np.arange(position - begin, min(position - begin + count, size))
+        stride, ends = self._cut(epoch * self.length + begin, size)
+        number = len(ends) - 1
+        strata = (epoch * self.length + begin + numbers) % number * stride % number
+        window = epoch * self._windows + within
+        keys = (window * number + strata).astype(np.uint64)
+        rows = begin + ends[strata]
+        sizes = ends[strata + 1] - ends[strata]
+        for length in np.unique(sizes):  # two at most
+            own = sizes == length
+            order = SampleOrder(int(length), self._row_seed)
+            rows[own] += order.permute(keys[own], (numbers[own] // number).astype(np.uint64))
         turns = np.searchsorted(starts[first : last + 1], rows, side="right") - 1 + first
-        return turns + epoch * len(self.counts), layout.blocks[turns], rows - starts[turns]
+        rows -= starts[turns]
+        return strata / number, turns + epoch * len(self.counts), layout.blocks[turns], rows
+
+    def _cut(self, position: int, size: int) -> tuple[int, Integers]:
+        """The strata of a window that begins at a position: the stride from that of one position to
+        that of the next, and the first row of each, then the window's end.
+
+        Any run of positions is spread evenly over the strata, because the stride is theirs divided
+        by the golden ratio: a source's part of a step may be more or fewer rows than them.
+        """
+        number = max(1, self.strata // -(-self.strata * _STRATUM_ROWS // size))
+        stride = round(number * _GOLDEN)
+        while gcd(stride, number) != 1:
+            stride += 1
+        sizes = np.full(number, size // number)
+        sizes[(position + np.arange(size % number)) % number * stride % number] += 1
+        return stride, np.append(0, np.cumsum(sizes))
 
     def _bounds(self, epoch: int, within: int) -> tuple[_Epoch, int, int]:
         """An epoch, and the turns in it of the first block of a window and of the next window."""
@@ -161,7 +211,7 @@ class StreamOrder:
 
     Args:
         schedule: of a mixture; None: there is one source.
-        group: samples that are sorted by block; those of a step.
+        group: samples that are sorted by stratum; those of a step.
     """
 
     def __init__(self, orders: Sequence[BlockOrder], schedule: Schedule | None, group: int) -> None:
@@ -171,15 +221,17 @@ class StreamOrder:
         self._schedule = schedule
         lengths = [order.length for order in orders]
         self._offsets = np.cumsum(lengths, dtype=np.int64) - lengths
-        self._group = lru_cache(maxsize=_CACHED_GROUPS)(self._compute_group)
+        most = min(_POSITIONS, *(order.window_rows for order in orders))
+        self._piece = group * max(1, most // group)
+        self._groups = lru_cache(maxsize=_CACHED_PIECES)(self._compute_groups)
 
     def places(self, start: int, count: int) -> Places:
         """The rows at the positions `start` to `start + count - 1`."""
         parts = []
-        for number in range(start // self.group, (start + count - 1) // self.group + 1):
-            first = number * self.group
-            part = slice(max(0, start - first), min(self.group, start + count - first))
-            parts.append(self._group(number).take(part))
+        for number in range(start // self._piece, (start + count - 1) // self._piece + 1):
+            first = number * self._piece
+            part = slice(max(0, start - first), min(self._piece, start + count - first))
+            parts.append(self._groups(number).take(part))
         if len(parts) == 1:
             return parts[0]
         return Places(
@@ -201,18 +253,18 @@ class StreamOrder:
             numbers[of_source] += order.first_rows[places.blocks[of_source]]
         return numbers
 
-    def _compute_group(self, number: int) -> Places:
-        start = number * self.group
+    def _compute_groups(self, number: int) -> Places:
+        start = number * self._piece
         if self._schedule is None:
-            sources = np.zeros(self.group, dtype=np.int64)
-            positions = np.arange(start, start + self.group)
+            sources = np.zeros(self._piece, dtype=np.int64)
+            positions = np.arange(start, start + self._piece)
         else:
-            sources, positions = self._schedule.split(start, self.group)
-        turns, blocks, rows = (np.empty(self.group, dtype=np.int64) for _ in range(3))
+            sources, positions = self._schedule.split(start, self._piece)
+        turns, blocks, rows = (np.empty(self._piece, dtype=np.int64) for _ in range(3))
         for source in np.unique(sources):
             own = np.flatnonzero(sources == source)
-            located = self.orders[source].locate(int(positions[own[0]]), len(own))
-            by_turn = np.argsort(located[0], kind="stable")
+            places, *located = self.orders[source].locate(int(positions[own[0]]), len(own))
+            by_place = np.lexsort((located[2], located[0], places, own // self.group))
             for target, values in zip((turns, blocks, rows), located, strict=True):
-                target[own] = values[by_turn]
+                target[own] = values[by_place]
         return Places(sources, turns, blocks, rows)

@@ -12,16 +12,15 @@ import os
 from bisect import bisect_left, insort
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Literal
-from uuid import uuid4
-from zipfile import BadZipFile
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 from numpy.typing import NDArray
 
 from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.data.streams.kept_tables import KeptTables
 from rayzero.engine.errors import ConfigError, DataError
 
 Integers = NDArray[np.int64]
@@ -47,7 +46,8 @@ class PackedBlocks:
         how: "concatenate" cuts the documents of a block, one after another, into sequences, of
             which only the last one is padded. "best_fit" cuts only what is longer than a sequence,
             and puts each piece, longest first, into the sequence with the least room for it.
-        index: a file that keeps the lengths; without it each worker reads them at its start.
+        index_dir: a folder or URL that keeps the lengths; without it each worker reads them at its
+            start.
         threads: the most that read lengths.
 
     Raises:
@@ -62,7 +62,7 @@ class PackedBlocks:
         column: str = "input_ids",
         how: How = "best_fit",
         pad_token: int = 0,
-        index: str | os.PathLike[str] | None = None,
+        index_dir: str | os.PathLike[str] | None = None,
         threads: int = 4,
     ) -> None:
         if length < 1 or threads < 1:
@@ -78,8 +78,7 @@ class PackedBlocks:
         self._place = place_best_fit if how == "best_fit" else place_concatenated
         self._how = how
         self._ends: Integers = np.cumsum(documents.counts)
-        path = None if index is None else Path(index)
-        self._lengths, self.counts = self._load_or_read(path, threads)
+        self._lengths, self.counts = self._load_or_read(index_dir, threads)
 
     @property
     def fingerprint(self) -> str:
@@ -141,54 +140,29 @@ class PackedBlocks:
             raise DataError(f"{lists.null_count} documents of {self.describe(block)} are missing")
         return lists
 
-    def _load_or_read(self, path: Path | None, threads: int) -> tuple[Integers, Integers]:
+    def _load_or_read(
+        self, index_dir: str | os.PathLike[str] | None, threads: int
+    ) -> tuple[Integers, Integers]:
         """The lengths of all documents, block by block, and the number of each block's sequences.
-        Saves what the index does not have."""
-        kept = {} if path is None else self._load(path)
-        blocks, counts = range(len(self._documents.counts)), f"{self._how} {self._length}"
-        has_all = counts in kept
-        if "lengths" not in kept:
+        Keeps what the index does not have. It has a row for each block."""
+        kept = None if index_dir is None else KeptTables(index_dir, "index_dir of PackedBlocks()")
+        key = f"{self._documents.fingerprint} {self._column}"
+        name = f"lengths-{xxhash.xxh3_128_hexdigest(key.encode())}.arrow"
+        counts = f"{self._how} {self._length}"
+        table = None if kept is None else kept.load(name)
+        if table is None:
+            blocks = range(len(self._documents.counts))
             with ThreadPoolExecutor(threads, "rayzero-lengths") as pool:
-                kept["lengths"] = np.concatenate(list(pool.map(self._read_lengths, blocks)))
-        lengths = kept["lengths"]
-        if not has_all:
+                found = list(pool.map(self._read_lengths, blocks))
+            table = pa.table({"lengths": pa.array(found, pa.large_list(pa.int64()))})
+        lengths = table["lengths"].combine_chunks().flatten().to_numpy()
+        if counts not in table.column_names:
             parts = np.split(lengths, self._ends[:-1])
-            kept[counts] = np.array([len(self._place(it, self._length)) for it in parts])
-        if path is not None and not has_all:
-            self._save(path, kept)
-        return lengths, kept[counts]
-
-    def _load(self, path: Path) -> dict[str, NDArray[Any]]:
-        """The entry of these documents in an index; empty if it is of others."""
-        if not path.exists():
-            return {}
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                kept = {name: file[name] for name in file.files}
-            return kept if str(kept.pop("of")) == self._index_key else {}
-        except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
-            raise DataError(
-                f"the index {path} cannot be read: {type(error).__name__}: {error}",
-                fix="remove it: it is made again",
-            ) from error
-
-    def _save(self, path: Path, kept: dict[str, NDArray[Any]]) -> None:
-        own = path.with_name(f"{path.name}.{uuid4().hex}")  # several workers may make it at once
-        try:
-            with own.open("wb") as file:
-                np.savez(file, of=np.array(self._index_key), **kept)  # type: ignore[arg-type]
-            own.replace(path)
-        except OSError as error:
-            own.unlink(missing_ok=True)
-            raise DataError(
-                f"the index {path} cannot be written: {error.strerror or error}",
-                "a file in a folder that exists, with free space",
-                "set `index` of PackedBlocks()",
-            ) from error
-
-    @property
-    def _index_key(self) -> str:
-        return f"{self._documents.fingerprint} {self._column}"
+            sequences = [len(self._place(it, self._length)) for it in parts]
+            table = table.append_column(counts, pa.array(sequences, pa.int64()))
+            if kept is not None:
+                kept.keep(name, table)
+        return lengths, table[counts].to_numpy()
 
     def _read_lengths(self, block: int) -> Integers:
         lengths = self._token_lists(block).value_lengths().to_numpy(zero_copy_only=False)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from rayzero.engine.data.sample_source import SampleSource
 from rayzero.engine.data.sampling import MicroBatch, StepSplit, TrainingProgress
 from rayzero.engine.data.streams.block import BlockSource
-from rayzero.engine.data.streams.cache import BlockCache
+from rayzero.engine.data.streams.cache import BlockCache, ReadAhead
 from rayzero.engine.data.streams.identity import check_identity
 from rayzero.engine.data.streams.mixture import MixSchedule
-from rayzero.engine.data.streams.order import BlockOrder, StreamOrder
+from rayzero.engine.data.streams.order import BlockOrder, Places, StreamOrder
+from rayzero.engine.data.streams.rows import BlockRows, Integers, RowBatch
 from rayzero.engine.errors import ConfigError, DataError
 from rayzero.engine.redact import redact_url
 
@@ -47,6 +47,15 @@ class Mixture:
     weights: Mapping[int, tuple[float, ...]]  # by the step from which on they hold
     max_epochs: tuple[float | None, ...]
 
+    def schedule(self, lengths: Sequence[int], batch: int) -> MixSchedule:
+        """The schedule of sources with that many rows, in steps of that many samples."""
+        limits = [
+            None if epochs is None else max(1, int(epochs * length))
+            for epochs, length in zip(self.max_epochs, lengths, strict=True)
+        ]
+        weights = {step * batch: weights for step, weights in self.weights.items()}
+        return MixSchedule(lengths, weights, limits)
+
 
 @dataclass(frozen=True)
 class BlockStream:
@@ -70,19 +79,17 @@ class BlockStream:
     def order(self, seed: int, batch: int) -> StreamOrder:
         """The order of the samples in a job of this seed that began with this `train_batch_size`;
         for `check_ledger`, too. Raises DataError if a source has no rows."""
+        counts = [part.source.counts for part in self.parts]
+        lengths = [int(it.sum()) for it in counts]
+        schedule = None if self.mixture is None else self.mixture.schedule(lengths, batch)
+        strata = np.array([batch])  # the rows of a step, by source
+        if schedule is not None:
+            strata = np.bincount(schedule.split(0, batch)[0], minlength=len(lengths)).clip(1)
         orders = [
-            BlockOrder(part.source.counts, seed + number, part.window)
+            BlockOrder(counts[number], seed + number, part.window, int(strata[number]))
             for number, part in enumerate(self.parts)
         ]
-        if self.mixture is None:
-            return StreamOrder(orders, None, batch)
-        lengths = [order.length for order in orders]
-        limits = [
-            None if epochs is None else max(1, int(epochs * length))
-            for epochs, length in zip(self.mixture.max_epochs, lengths, strict=True)
-        ]
-        weights = {step * batch: weights for step, weights in self.mixture.weights.items()}
-        return StreamOrder(orders, MixSchedule(lengths, weights, limits), batch)
+        return StreamOrder(orders, schedule, batch)
 
     def identity(self, seed: int) -> dict[str, Any]:
         """Returns what the order depends on, by the words of an error."""
@@ -141,7 +148,7 @@ class StreamSource(SampleSource):
         self.length = self._order.length
         self._share = (0.0, 1.0)  # of a step's samples, which are this rank's
         self._split = StepSplit()  # of the steps that are read
-        self._windows: dict[int, int] = {}  # the current one, by source
+        self._windows: dict[int, tuple[int, int]] = {}  # first and last current one, by source
         self.cache = BlockCache(
             [part.source for part in stream.parts],
             stream.cache_bytes,
@@ -159,28 +166,27 @@ class StreamSource(SampleSource):
         self._share = (0.0, 1.0)
         if batch == self._order.group and cursor % batch == 0:
             self._share = (first / batch, last / batch)
-        places = self._order.places(cursor, batch)
-        sources, firsts = np.unique(places.sources, return_index=True)
-        turns = zip(sources.tolist(), places.turns[firsts].tolist(), strict=True)
-        self._enter_windows(dict(turns))  # together: none takes the memory of another one's
+        self._enter_windows(cursor, _split_by_block(self._order.places(cursor, batch)))
 
     def read(
         self, step: int, part: MicroBatch, *, is_last: bool, check: Callable[[], None]
-    ) -> tuple[list[int], list[Any]]:
+    ) -> tuple[list[int], Sequence[Any]]:
         places = self._order.places(step + part.start, part.read_count)
-        samples: list[Any] = [None] * part.read_count
-        keys = list(zip(places.sources.tolist(), places.turns.tolist(), strict=True))
-        for key in sorted(set(keys)):
-            source, turn = key
-            self._enter_windows({source: turn})
-            wanted = [it for it, other in enumerate(keys) if other == key]
-            block = int(places.blocks[wanted[0]])
-            table = self.cache.get((source, block), check)
-            rows = [int(places.rows[it]) for it in wanted]
-            read = self._take_rows(source, block, table, rows)
-            for it, row in zip(wanted, read, strict=True):
-                samples[it] = row.values if self.maker is None else row
-        return self._order.numbers(places).tolist(), samples
+        by_block = _split_by_block(places)
+        self._enter_windows(step, by_block)
+        parts: list[BlockRows] = []
+        raws: list[Any] = [None] * part.read_count
+        for (source, _), own in by_block.items():
+            block = int(places.blocks[own[0]])
+            in_memory = self.cache.get((source, block), check)
+            parts.append(BlockRows(in_memory, places.rows[own], own))
+            if self.maker is not None:
+                for position, raw in zip(
+                    own.tolist(), self._take_rows(source, block, parts[-1]), strict=True
+                ):
+                    raws[position] = raw
+        numbers = self._order.numbers(places).tolist()
+        return numbers, RowBatch(parts) if self.maker is None else raws
 
     def take_counts(self) -> dict[str, dict[str, int]]:
         """Returns, by source, the `samples` of the step that this rank has just finished, and what
@@ -198,35 +204,48 @@ class StreamSource(SampleSource):
                     counts[names[source]]["samples"] = number
         return dict(counts)
 
-    def _enter_windows(self, turns: Mapping[int, int]) -> None:
-        """The next rows of these sources are of blocks with these turns."""
-        plans: dict[int, list[int]] = {}
-        for source, turn in turns.items():
+    def _enter_windows(self, cursor: int, by_block: Iterable[tuple[int, int]]) -> None:
+        """These (source, turn) are next, ascending: plans their windows, and one more of each
+        source.
+
+        A step may have rows of the end of a window and of the next one, on which no plan goes back.
+        All sources are planned together: none takes another one's memory.
+        """
+        turns: dict[int, list[int]] = {}
+        for source, turn in by_block:
+            turns.setdefault(source, []).append(turn)
+        plans: dict[int, ReadAhead] = {}
+        for source, own in turns.items():
             order = self._order.orders[source]
-            window = order.window_of(turn)
-            if self._windows.get(source) != window:
-                self._windows[source] = window
-                blocks = [order.blocks_of_window(it, *self._share) for it in (window, window + 1)]
-                plans[source] = [*blocks[0], *blocks[1]]
+            current = (order.window_of(own[0]), order.window_of(own[-1]))
+            known = self._windows.get(source, (-1, -1))
+            if known < current or current[0] < known[0] - 1:  # or positions begin anew
+                self._windows[source] = current
+                now = [
+                    block
+                    for window in range(current[0], current[1] + 1)
+                    for block in order.blocks_of_window(window, *self._share)
+                ]
+                later = order.blocks_of_window(current[1] + 1, *self._share)
+                rows = order.window_start(current[1] + 1) - order.window_start(current[0])
+                due_step = cursor / self._order.group + rows / order.strata
+                plans[source] = ReadAhead(now, later, due_step)
         if plans:
             self.cache.plan(plans)
 
-    def _take_rows(
-        self, source: int, block: int, table: pa.Table, rows: Sequence[int]
-    ) -> list[StreamRow]:
+    def _take_rows(self, source: int, block: int, of_block: BlockRows) -> list[StreamRow]:
+        rows = of_block.rows.tolist()
         try:
-            taken = table.take(pa.array(rows, pa.int64()))
-            columns = {name: column_values(taken[name]) for name in taken.column_names}
+            samples = of_block.samples()
         except Exception as error:
             part = self._stream.parts[source]
             raise DataError(
-                f"rows {list(rows)} of block {block} of {part.source.name!r} "
+                f"rows {rows} of block {block} of {part.source.name!r} "
                 f"({part.source.describe(block)}) cannot be used: {type(error).__name__}: {error}",
                 fix="correct the data",
             ) from error
         return [
-            StreamRow(source, block, row, {name: it[number] for name, it in columns.items()})
-            for number, row in enumerate(rows)
+            StreamRow(source, block, row, values) for row, values in zip(rows, samples, strict=True)
         ]
 
     def describe(self, raw: StreamRow) -> str:
@@ -251,21 +270,13 @@ def _own_range(split: StepSplit) -> tuple[int, int]:
     return (own[0].start, own[-1].start + own[-1].count) if own else (0, 0)
 
 
-def column_values(column: pa.ChunkedArray) -> list[Any]:
-    """Python values of a column; numpy arrays of lists of numbers, and of tensors."""
-    kind = column.type
-    if isinstance(kind, pa.FixedShapeTensorType):
-        return list(np.array(column.combine_chunks().to_numpy_ndarray()))
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    if is_list or pa.types.is_fixed_size_list(kind):
-        item = kind.value_type
-        if pa.types.is_integer(item) or pa.types.is_floating(item):
-            return [_number_list(scalar) for scalar in column]
-    return column.to_pylist()  # type: ignore[no-any-return]
-
-
-def _number_list(scalar: Any) -> Any:
-    values = scalar.values
-    if values is None or values.null_count:
-        return scalar.as_py()
-    return np.array(values.to_numpy(zero_copy_only=False))
+def _split_by_block(places: Places) -> dict[tuple[int, int], Integers]:
+    """The indices of the rows of each (source, turn), ascending: they are read ahead like that."""
+    by_turn = np.lexsort((places.turns, places.sources))
+    sources = places.sources[by_turn]
+    turns = places.turns[by_turn]
+    is_end = (sources[1:] != sources[:-1]) | (turns[1:] != turns[:-1])
+    ends = np.flatnonzero(is_end) + 1
+    begins = np.append(0, ends)
+    keys = zip(sources[begins].tolist(), turns[begins].tolist(), strict=True)
+    return dict(zip(keys, np.split(by_turn, ends), strict=True))

@@ -12,14 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.engine.config import (
-    BatchSizes,
-    EngineConfig,
-    parse_config,
-    read_config,
-    resolve_batch_sizes,
-)
+from rayzero.engine.config import EngineConfig, parse_config, read_config
 from rayzero.engine.config.normalize import get_path
+from rayzero.engine.data.batch_sizes import BatchSizes, resolve_batch_sizes
 from rayzero.engine.errors import ConfigError
 
 WHOLE = {

@@ -12,8 +12,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from rayzero.engine.checkpoint.errors import StoreError
-from rayzero.engine.checkpoint.store import open_store
+from rayzero.engine.data.streams.kept_tables import KeptTables
 from rayzero.engine.data.streams.sources.files import SourceFile, SourceReader, read_checked
 from rayzero.engine.data.streams.sources.formats import FileBlock, Format
 from rayzero.engine.errors import DataError
@@ -21,9 +20,7 @@ from rayzero.engine.errors import DataError
 log = logging.getLogger(__name__)
 
 _VERSION = 1
-_MAX_BYTES = 1 << 31
 _SCANS = 16  # files at a time: they wait for the store more than for the processor
-_SETTING = "index_dir of rayzero.data.blocks"
 PROGRESS_S = 10.0
 
 
@@ -44,18 +41,15 @@ def find_blocks(
     file, if one cannot be read; if the folder cannot be used."""
     if index_dir is None:
         return _scan(files, form, retry_s)
+    kept = KeptTables(index_dir, "index_dir of rayzero.data.blocks")
     name = f"blocks-{listing_digest(files, form.options)}.arrow"
-    try:
-        store = open_store(index_dir, _SETTING)
-        if store.find(name) is not None:
-            index = _decode(store.read(name, _MAX_BYTES))
-            if index is not None:
-                return index
-            log.warning("%s/%s is damaged: the files are indexed again", store.url, name)
-        index = _scan(files, form, retry_s)
-        store.replace(name, _encode(index))
-    except StoreError as error:
-        raise DataError(f"the index cannot be kept: {error.seen}", fix=_SETTING) from error
+    table = kept.load(name)
+    if table is not None:
+        schema = pa.ipc.read_schema(pa.py_buffer(table.schema.metadata[b"columns"]))
+        return FileIndex(table.replace_schema_metadata(), schema)
+    index = _scan(files, form, retry_s)
+    columns = {"columns": index.schema.serialize().to_pybytes()}
+    kept.keep(name, index.table.replace_schema_metadata(columns))
     return index
 
 
@@ -117,25 +111,3 @@ def block_at(index: FileIndex, number: int) -> tuple[int, FileBlock]:
 def count_rows(index: FileIndex) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """The rows of each block."""
     return index.table["rows"].to_numpy()  # type: ignore[no-any-return]
-
-
-def _encode(index: FileIndex) -> bytes:
-    sink = pa.BufferOutputStream()
-    table = index.table.replace_schema_metadata({"columns": index.schema.serialize().to_pybytes()})
-    with pa.ipc.new_stream(
-        sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")
-    ) as writer:
-        writer.write_table(table)
-    content = sink.getvalue().to_pybytes()
-    return bytes(xxhash.xxh3_128_digest(content) + content)
-
-
-def _decode(raw: bytes) -> FileIndex | None:
-    """None if it is damaged."""
-    content = raw[16:]
-    if xxhash.xxh3_128_digest(content) != raw[:16]:
-        return None
-    with pa.ipc.open_stream(content) as reader:
-        table = reader.read_all()
-    schema = pa.ipc.read_schema(pa.py_buffer(table.schema.metadata[b"columns"]))
-    return FileIndex(table.replace_schema_metadata(), schema)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ counts = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 def test_each_epoch_has_each_row_once(
     counts: list[int], seed: int, window: int, group: int
 ) -> None:
-    order = StreamOrder([BlockOrder(np.array(counts), seed, window)], None, group)
+    order = StreamOrder([BlockOrder(np.array(counts), seed, window, group)], None, group)
     rows = order.indices(0, 3 * order.length).reshape(3, -1)
     assert (np.sort(rows, axis=1) == np.arange(sum(counts))).all()
 
@@ -36,7 +37,7 @@ def test_any_range_is_a_part_of_the_whole(
     length = sum(counts)
     start = data.draw(st.integers(0, 2 * length))
     count = data.draw(st.integers(1, length))
-    order = BlockOrder(np.array(counts), 3, window)
+    order = BlockOrder(np.array(counts), 3, window, group)
     whole = StreamOrder([order], None, group).indices(0, 3 * length + 1)
     part = StreamOrder([order], None, group).indices(start, count)
     assert part.tolist() == whole[start : start + count].tolist()
@@ -44,32 +45,65 @@ def test_any_range_is_a_part_of_the_whole(
 
 @given(counts, st.integers(1, 6), st.integers(1, 17))
 def test_rows_stay_in_their_window(counts: list[int], window: int, group: int) -> None:
-    order = BlockOrder(np.array(counts), 5, window)
-    places = StreamOrder([order], None, group).places(0, 2 * order.length)
+    """A group has rows of several windows only where one ends."""
+    order = BlockOrder(np.array(counts), 5, window, group)
+    number = 2 * order.length
+    places = StreamOrder([order], None, group).places(0, number)
     windows = [order.window_of(int(turn)) for turn in places.turns]
-    assert windows == sorted(windows)
-    for number in set(windows):
-        blocks = {int(places.blocks[it]) for it in range(len(windows)) if windows[it] == number}
-        assert set(order.blocks_of_window(number, 0.0, 1.0)) == blocks
+    for begin in range(0, number - number % group, group):
+        _, turns, _, _ = order.locate(begin, group)
+        assert sorted(windows[begin : begin + group]) == sorted(map(order.window_of, turns))
+    ends = np.array([max(windows[: it + 1]) for it in range(0, number, group)])
+    assert (ends <= np.array([min(windows[it:]) for it in range(0, number, group)]) + window).all()
+    for found in set(windows):
+        blocks = {int(places.blocks[it]) for it in range(number) if windows[it] == found}
+        assert set(order.blocks_of_window(found, 0.0, 1.0)) == blocks
         assert len(blocks) <= window
 
 
-def test_a_rank_reads_its_part_of_a_window() -> None:
-    order = BlockOrder(np.full(64, 1000), 1, 16)
-    stream = StreamOrder([order], None, 256)
-    for rank in range(4):
+@pytest.mark.parametrize("counts", [np.full(64, 1000), np.arange(64) * 20 + 500])
+@pytest.mark.parametrize("batch", [256, 100])
+def test_only_blocks_at_the_ends_of_shares_are_read_twice(counts: Any, batch: int) -> None:
+    """By two ranks, over an epoch and the windows that steps cross; and all that is read is planned
+    and no more."""
+    order = BlockOrder(counts, 1, 16, batch)
+    stream = StreamOrder([order], None, batch)
+    reads = 0
+    for begin in (0, batch // 2):
         blocks = {
             int(block)
-            for step in range(60)  # of 62 in a window
-            for block in stream.places(step * 256 + rank * 64, 64).blocks
+            for step in range(order.length // batch)
+            for block in stream.places(step * batch + begin, batch // 2).blocks
         }
-        assert len(blocks) <= 4 + 4  # a step has not exactly 16 rows of each of 16 blocks
-        assert set(order.blocks_of_window(0, rank / 4, (rank + 1) / 4)) <= blocks
+        share = (begin / batch, begin / batch + 0.5)
+        assert blocks == {
+            it for window in range(4) for it in order.blocks_of_window(window, *share)
+        }
+        reads += len(blocks)
+    assert reads <= 64 + 4  # one a window
+
+
+def test_a_step_has_its_share_of_each_block_and_of_a_source_whose_weight_changed() -> None:
+    order = BlockOrder(np.full(32, 1000), 1, 16, 128)
+    for count, allowed in ((128, 1), (90, 4), (200, 4)):  # the last two: after a change of weights
+        for step in range(20):
+            _, _, blocks, _ = order.locate(step * count, count)
+            numbers = np.bincount(blocks, minlength=32)
+            assert np.abs(numbers[numbers > 0] - count / 16).max() <= allowed
+
+
+def test_rows_of_a_stratum_are_mixed() -> None:
+    """The rows of each step that are a rank's first: all of a stratum, in a random order."""
+    order = BlockOrder(np.full(16, 1024), 1, 16, 64)
+    stream = StreamOrder([order], None, 64)
+    rows = np.array([stream.places(step * 64, 1).rows[0] for step in range(256)])
+    assert sorted(rows.tolist()) == list(range(rows.min(), rows.min() + 256))
+    assert abs(np.corrcoef(np.arange(256), rows)[0, 1]) < 0.3
 
 
 def test_epochs_windows_and_seeds_differ() -> None:
-    order = StreamOrder([BlockOrder(np.full(8, 50), 1, 2)], None, 1)
-    other = StreamOrder([BlockOrder(np.full(8, 50), 2, 2)], None, 1)
+    order = StreamOrder([BlockOrder(np.full(8, 50), 1, 2, 1)], None, 1)
+    other = StreamOrder([BlockOrder(np.full(8, 50), 2, 2, 1)], None, 1)
     first, second = order.indices(0, 800).reshape(2, -1)
     assert (first != second).mean() > 0.9
     assert (first != other.indices(0, 400)).mean() > 0.9
@@ -98,7 +132,7 @@ def test_resume_in_a_million_blocks_is_fast() -> None:
 @pytest.mark.parametrize("bad", [[], [3, 0]])
 def test_sources_without_rows_are_refused(bad: list[int]) -> None:
     with pytest.raises(DataError, match="with one row or more"):
-        BlockOrder(np.array(bad, dtype=np.int64), 0, 4)
+        BlockOrder(np.array(bad, dtype=np.int64), 0, 4, 1)
 
 
 weights = st.lists(

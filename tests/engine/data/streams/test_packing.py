@@ -98,22 +98,28 @@ def test_best_fit_is_that_of_a_plain_search(lengths: list[int], room: int) -> No
     assert all(lengths[document] > room for document in cut)
 
 
-def test_lengths_are_read_once_and_kept(tmp_path: Path) -> None:
-    documents, index = Documents([[3, 4], [5, 9]]), tmp_path / "lengths.npz"
-    first = PackedBlocks(documents, 8, index=index)
+def test_lengths_are_read_once_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    documents, plain = Documents([[3, 4], [5, 9]]), PackedBlocks(Documents([[3, 4], [5, 9]]), 8)
+    first = PackedBlocks(documents, 8, index_dir=tmp_path)
     assert documents.reads == 2
-    again = PackedBlocks(documents, 8, how="concatenate", index=index)
+    again = PackedBlocks(documents, 8, how="concatenate", index_dir=tmp_path)
+    for _ in range(2):
+        assert PackedBlocks(documents, 8, index_dir=tmp_path).counts.tolist() == [1, 2]
     assert documents.reads == 2
     assert first.fingerprint != again.fingerprint
+    assert first.read(1).equals(plain.read(1))
+    (index,) = tmp_path.iterdir()
     changed = Documents([[3, 4], [5, 1]])
-    PackedBlocks(changed, 8, index=index)
+    PackedBlocks(changed, 8, index_dir=tmp_path)
     assert changed.reads == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["lengths.npz"]
+    assert len([*tmp_path.iterdir()]) == 2
     index.write_bytes(b"damaged")
-    with pytest.raises(DataError, match="remove it"):
-        PackedBlocks(documents, 8, index=index)
-    with pytest.raises(DataError, match="cannot be written"):
-        PackedBlocks(documents, 8, index=tmp_path / "missing" / "lengths.npz")
+    documents.reads = 0
+    PackedBlocks(documents, 8, index_dir=tmp_path)
+    assert documents.reads == 2
+    assert "is damaged: it is made again" in caplog.text
+    with pytest.raises(DataError, match=r"index_dir of PackedBlocks\(\) cannot be used"):
+        PackedBlocks(documents, 8, index_dir=index / "lengths")
 
 
 def test_documents_that_changed_are_refused() -> None:

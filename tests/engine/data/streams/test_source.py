@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import rayzero
 import rayzero.data
 from rayzero.engine.data.sampling import StepSplit, assign_step
-from rayzero.engine.data.streams.source import column_values
+from rayzero.engine.data.streams.rows import BlockInMemory, BlockRows, RowBatch
 from rayzero.engine.errors import ConfigError, DataError, EngineError
 from tests.engine.data.streams.memory import MemorySource, make_source, read_step
 
@@ -110,7 +110,7 @@ def test_resume_reads_at_most_its_window() -> None:
     source.begin(1000, StepSplit((part,)), no_check)
     source.read(1000, part, is_last=True, check=no_check)
     order = source._order.orders[0]
-    window = order.window_of(int(order.locate(1000, 1)[0][0]))
+    window = order.window_of(int(order.locate(1000, 1)[1][0]))
     allowed = {*order.blocks_of_window(window, 0, 1), *order.blocks_of_window(window + 1, 0, 1)}
     assert set(memory.reads) <= allowed
 
@@ -255,12 +255,67 @@ def test_columns_become_numbers_arrays_and_text() -> None:
             "gaps": pa.array([[1, None]] * 3, pa.list_(pa.int64())),
         }
     )
-    ids = column_values(table["ids"])
+    columns = {
+        name: BlockRows(BlockInMemory(table), np.arange(3), np.arange(3)).column(name)
+        for name in table.column_names
+    }
+    ids = columns["ids"]
     assert ids[0].dtype == np.int32
     assert [None if it is None else it.tolist() for it in ids] == [[1, 2], [3], None]
-    assert column_values(table["fixed"])[1].tolist() == [1.0, 2.0]
-    assert column_values(table["text"]) == ["a", "b", None]
-    assert column_values(table["gaps"])[0] == [1, None]
+    assert columns["fixed"][1].tolist() == [1.0, 2.0]
+    assert columns["text"] == ["a", "b", None]
+    assert columns["gaps"][0] == [1, None]
+
+
+def many_columns(rows: int, seed: int, lists: pa.DataType) -> pa.Table:
+    numbers = np.random.default_rng(seed).integers(0, 100, rows * 4)
+    fixed = pa.FixedSizeListArray.from_arrays(pa.array(numbers.astype(np.int32)), 4)
+    halves = pa.FixedSizeListArray.from_arrays(pa.array(numbers.astype(np.float16)), 4)
+    return pa.table(
+        {
+            "lists": fixed.cast(lists),
+            "halves": halves,
+            "tensors": pa.FixedShapeTensorArray.from_numpy_ndarray(numbers.reshape(rows, 2, 2)),
+            "small": pa.array(numbers[:rows].astype(np.uint16)),
+            "single": pa.array(numbers[:rows].astype(np.float32)),
+            "flag": pa.array(numbers[:rows] > 50),
+            "text": [f"text {it}" for it in numbers[:rows]],
+            "raw": [bytes([it]) for it in numbers[:rows]],
+        }
+    )
+
+
+@pytest.mark.parametrize("lists", [pa.list_(pa.int32()), pa.list_(pa.int32(), 4)])
+@pytest.mark.parametrize("positions", [([0, 1, 2], [3, 4]), ([0, 2, 4], [1, 3])])
+def test_a_batch_is_what_torch_collates(lists: pa.DataType, positions: Any) -> None:
+    """Of two blocks, one of which is a part of a table; adjacent, or mixed."""
+    first = BlockInMemory(many_columns(10, 1, lists))
+    second = BlockInMemory(many_columns(20, 2, lists).slice(4, 10))
+    parts = [
+        BlockRows(first, np.array([3, 1, 9]), np.array(positions[0])),
+        BlockRows(second, np.array([0, 4]), np.array(positions[1])),
+    ]
+    batch = RowBatch(parts)
+    rows = dict(zip(positions[0] + positions[1], [3, 1, 9, 4, 8], strict=True))
+    made, expected = batch.collate(), torch.utils.data.default_collate(list(batch))
+    assert made.keys() == expected.keys() == set(first.table.column_names)
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(made[name], value, rtol=0, atol=0)
+        else:
+            assert made[name] == value
+    plain = (
+        many_columns(10, 1, lists)["small"].to_pylist(),
+        many_columns(20, 2, lists)["small"].to_pylist(),
+    )
+    assert made["small"].tolist() == [plain[it in positions[1]][rows[it]] for it in range(5)]
+
+
+def test_rows_that_are_no_batch_are_refused_by_torch() -> None:
+    table = pa.table({"ids": pa.array([[1, 2], [3]])})
+    batch = RowBatch([BlockRows(BlockInMemory(table), np.arange(2), np.arange(2))])
+    with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
+        batch.collate()
 
 
 @pytest.mark.parametrize("option", ["shuffle_window", "cache_bytes", "threads", "read_timeout_s"])
