@@ -24,8 +24,9 @@ from rayzero.engine.data.loader_process import (
 from rayzero.engine.errors import DataError
 
 _CHECK_INTERVAL_S = 0.2
+_START_MARGIN_S = 300.0
 _MOST_TASKS = 16
-"""That one process is given at once."""
+"""Samples that one process is given at once."""
 
 
 @dataclass(eq=False)
@@ -74,7 +75,7 @@ class LoaderPool:
                 "the training data cannot be sent to the loader's processes: "
                 f"{type(error).__name__}: {error}",
                 "what cloudpickle can pickle, such as a dataset that opens its files when used",
-                "the dataset or transform, or `rayzero.loader.num_workers: 0`",
+                "correct the dataset or transform, or set rayzero.loader.num_workers to 0",
             ) from error
         self._seed = seed
         self._count = count
@@ -108,7 +109,7 @@ class LoaderPool:
         return [ticket.made[index] for index in range(len(ticket.raws))]
 
     def drop_tasks(self) -> None:
-        """What is submitted, and not begun, is not needed."""
+        """Forgets what is submitted, and not begun."""
         with self._lock:
             self._queue.clear()
 
@@ -148,8 +149,9 @@ class LoaderPool:
         for connection in wait(list(busy), _CHECK_INTERVAL_S):
             self._receive(busy.pop(connection))  # type: ignore[call-overload]
         for process in busy.values():
-            if monotonic() - process.since_s > self._timeout_s:
-                self._replace(process, f"it was not done within {self._timeout_s:g} s")
+            limit_s = self._timeout_s + (0 if process.is_ready else _START_MARGIN_S)
+            if monotonic() - process.since_s > limit_s:
+                self._replace(process, f"it was not done within {limit_s:g} s")
         self._give_tasks()
 
     def _receive(self, process: _LoaderProcess) -> None:

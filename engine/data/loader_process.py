@@ -180,7 +180,7 @@ def serve(control_file: int, parent: int) -> None:
                 _begin(files[0], server, libc)
             os.close(files[0])
             pids[number] = pid
-            with suppress(OSError):  # it does the same: whoever comes first
+            with suppress(OSError):  # it does the same
                 os.setpgid(pid, pid)
     finally:
         for pid in pids.values():

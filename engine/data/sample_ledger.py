@@ -56,7 +56,7 @@ class SampleLedger:
         self._samples.extend(samples)
 
     def add_skipped(self, samples: Sequence[int]) -> None:
-        """Of those that were added, these were bad, and left out."""
+        """Adds those of them that were bad, and left out."""
         self._skipped.extend(samples)
 
     def write_step(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""What a loader reads: the samples of a dataset, or another source, by their positions."""
+"""Sources of a loader: the samples of a dataset, or others, by their positions."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class BlockStream:
 
 
 class StreamRow(NamedTuple):
-    """What a sample is made of."""
+    """One row of a block, which a sample is made of."""
 
     source: int
     block: int

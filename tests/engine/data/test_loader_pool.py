@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 
 import rayzero
 import rayzero.data
-from rayzero.engine.config.sections import LoaderConfig
 from rayzero.engine.data.loader import StepLoader
 from rayzero.engine.data.loader_pool import LoaderPool
-from rayzero.engine.data.loader_process import LoaderServer, loader_server
+from rayzero.engine.data.loader_process import loader_server
 from rayzero.engine.data.micro_batches import MicroBatches
+from rayzero.engine.data.reading import LoaderSettings
 from rayzero.engine.data.sample_source import DatasetSource
 from rayzero.engine.data.sampling import SampleOrder, StepSplit, TrainingProgress, assign_step
 from rayzero.engine.errors import DataError
@@ -38,11 +38,11 @@ END_S = 60.0
 
 
 @pytest.fixture(scope="module", autouse=True)
-def server() -> Iterator[LoaderServer]:
-    """One for all tests here, which takes seconds to start; it ends with the last of them."""
+def one_server() -> Iterator[None]:
+    """For all tests here: it takes seconds to start; and ends with the last who refers to it."""
     server = loader_server()
-    yield server
     process = psutil.Process(server.pid)
+    yield
     del server
     gc.collect()
     assert not process.is_running()
@@ -59,7 +59,7 @@ def make_loader(
 ) -> StepLoader:
     progress = TrainingProgress(sample_cursor=cursor, global_batch=batch)
     own = MicroBatches(progress, StepSplit(assign_step(batch, *world, micro_batch)))
-    config = LoaderConfig(num_workers=workers, **options)
+    config = LoaderSettings(num_workers=workers, **options)
     return StepLoader(DatasetSource(Items(make), 5), own, list, config=config)
 
 
@@ -205,7 +205,7 @@ def test_a_row_is_named_by_source_block_and_row(workers: int) -> None:
 
     source = make_source(rayzero.data.stream(MemorySource([5, 3, 8]), 3, transform=transform), 4)
     own = MicroBatches(TrainingProgress(global_batch=4), StepSplit(assign_step(4, 1, 0, 4)))
-    loader = StepLoader(source, own, list, config=LoaderConfig(num_workers=workers))
+    loader = StepLoader(source, own, list, config=LoaderSettings(num_workers=workers))
     named = r"row 1 of block 1 of 'memory' \(memory block 1\) cannot be used: ZeroDivisionError"
     with pytest.raises(DataError, match=named):
         read_steps(loader, 4)
@@ -240,9 +240,9 @@ def test_a_closed_iteration_leaves_the_pool_to_the_next() -> None:
     loader.close()
 
 
-def test_fifty_rebuilds_leave_nothing(server: LoaderServer) -> None:
+def test_fifty_rebuilds_leave_nothing() -> None:
     """Each ends in the middle of samples; one in three without `close`."""
-    own = psutil.Process()
+    own, server = psutil.Process(), loader_server()
 
     def count() -> tuple[Any, ...]:
         gc.collect()
