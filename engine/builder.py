@@ -26,7 +26,6 @@ from rayzero.engine.config import EngineConfig
 from rayzero.engine.data.batch_sizes import resolve_batch_sizes
 from rayzero.engine.data.loader import StepLoader
 from rayzero.engine.data.micro_batches import MicroBatches
-from rayzero.engine.data.reading import LoaderSettings
 from rayzero.engine.data.sample_source import DatasetSource, MapDataset, SampleSource
 from rayzero.engine.data.sampling import StepSplit, TrainingProgress, assign_step
 from rayzero.engine.data.streams.api import stream
@@ -261,7 +260,7 @@ def make_loader(
         collate_fn,
         step.settings.device,
         step.reforming,
-        LoaderSettings(**step.settings.config.rayzero.loader.model_dump()),
+        step.settings.config.rayzero.loader,
     )
 
 

@@ -196,9 +196,7 @@ class LoaderConfig(ConfigSection):
         "sample's position",
     )
     sample_timeout_s: PositiveFloat = implemented(
-        600.0,
-        "how long making one sample may take; then it is bad, and its process is ended. Also the "
-        "limit of a process's start",
+        600.0, "how long making one sample may take; then it is bad, and its process is ended"
     )
     max_bad_samples: NonNegativeInt = implemented(
         0,

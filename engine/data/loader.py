@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
+from rayzero.engine.config.sections import LoaderConfig
 from rayzero.engine.data.consumed import SAMPLES_PHASE
 from rayzero.engine.data.micro_batches import MicroBatches, YieldedBatch
 from rayzero.engine.data.prefetch import Prefetch, batch_to_device
-from rayzero.engine.data.reading import BatchReader, LoaderSettings
+from rayzero.engine.data.reading import BatchReader
 from rayzero.engine.data.sample_source import SampleSource
 from rayzero.engine.data.sampling import StepSplit
 from rayzero.engine.errors import CollectiveError, EngineError
@@ -56,7 +57,7 @@ class StepLoader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         device: torch.device | None = None,
         reforming: Reforming | None = None,
-        config: LoaderSettings | None = None,
+        config: LoaderConfig | None = None,
     ) -> None:
         self.progress = micro_batches.progress
         self._micro_batches = micro_batches
@@ -69,7 +70,7 @@ class StepLoader:
             micro_batches,
             collate_fn or default_collate,
             self.device,
-            config or LoaderSettings(),
+            config or LoaderConfig(),
         )
         self._reforming = reforming
         self._prefetch: weakref.ref[Prefetch[tuple[YieldedBatch, Any]]] | None = None

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
+from rayzero.engine.config.sections import LoaderConfig
 from rayzero.engine.data.loader_pool import LoaderPool, SampleTicket
 from rayzero.engine.data.loader_process import BadSample, make_sample
 from rayzero.engine.data.micro_batches import MicroBatches, YieldedBatch
@@ -34,15 +35,6 @@ from rayzero.engine.errors import DataError
 from rayzero.engine.tensor_tree import map_tensors
 
 log = logging.getLogger("rayzero.engine")
-
-
-@dataclass(frozen=True)
-class LoaderSettings:
-    """The config's section `rayzero.loader`."""
-
-    num_workers: int = 0
-    sample_timeout_s: float = 600.0
-    max_bad_samples: int = 0
 
 
 @dataclass
@@ -73,7 +65,7 @@ class BatchReader:
         micro_batches: MicroBatches,
         collate: Callable[[list[Any]], Any],
         device: torch.device,
-        config: LoaderSettings,
+        config: LoaderConfig,
     ) -> None:
         self._source = source
         self._micro_batches = micro_batches

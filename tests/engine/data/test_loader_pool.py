@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 
 import rayzero
 import rayzero.data
+from rayzero.engine.config.sections import LoaderConfig
 from rayzero.engine.data.loader import StepLoader
 from rayzero.engine.data.loader_pool import LoaderPool
 from rayzero.engine.data.loader_process import loader_server
 from rayzero.engine.data.micro_batches import MicroBatches
-from rayzero.engine.data.reading import LoaderSettings
 from rayzero.engine.data.sample_source import DatasetSource
 from rayzero.engine.data.sampling import SampleOrder, StepSplit, TrainingProgress, assign_step
 from rayzero.engine.errors import DataError
@@ -59,7 +59,7 @@ def make_loader(
 ) -> StepLoader:
     progress = TrainingProgress(sample_cursor=cursor, global_batch=batch)
     own = MicroBatches(progress, StepSplit(assign_step(batch, *world, micro_batch)))
-    config = LoaderSettings(num_workers=workers, **options)
+    config = LoaderConfig(num_workers=workers, **options)
     return StepLoader(DatasetSource(Items(make), 5), own, list, config=config)
 
 
@@ -205,7 +205,7 @@ def test_a_row_is_named_by_source_block_and_row(workers: int) -> None:
 
     source = make_source(rayzero.data.stream(MemorySource([5, 3, 8]), 3, transform=transform), 4)
     own = MicroBatches(TrainingProgress(global_batch=4), StepSplit(assign_step(4, 1, 0, 4)))
-    loader = StepLoader(source, own, list, config=LoaderSettings(num_workers=workers))
+    loader = StepLoader(source, own, list, config=LoaderConfig(num_workers=workers))
     named = r"row 1 of block 1 of 'memory' \(memory block 1\) cannot be used: ZeroDivisionError"
     with pytest.raises(DataError, match=named):
         read_steps(loader, 4)
