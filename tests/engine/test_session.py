@@ -93,6 +93,7 @@ def test_session_receives_engine_phases_and_steps() -> None:
     (metrics,) = session.steps
     assert (metrics["step"], metrics["samples"]) == (1, 4)
     assert metrics.pop("rank_loss") == pytest.approx(metrics["loss"])  # of the first steps
+    assert metrics.pop("bad_samples") == 0
     assert metrics == engine.metrics.to_flat_dict()
     assert all(isinstance(value, int | float) for value in metrics.values())
 
