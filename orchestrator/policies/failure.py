@@ -245,15 +245,21 @@ def _fatal_error(
         if _is_same_loss(root, earlier):
             return _same_loss_error(root)
         return _hardware_error(root, counted, budget) if exceeded else None
-    repeated = _signature(root) in map(_signature, earlier)
-    return _user_code_error(root, repeated) if steps == 0 or repeated or exceeded else None
+    first = next((fault for fault in earlier if _signature(fault) == _signature(root)), None)
+    return _user_code_error(root, first) if steps == 0 or first or exceeded else None
 
 
-def _user_code_error(root: Fault, repeated: bool) -> JobFailedError:
+def _user_code_error(root: Fault, first: Fault | None) -> JobFailedError:
+    """The error of a function or its data.
+
+    Args:
+        first: the earlier fault that `root` repeats.
+    """
     if root.cause is FaultCause.DATA:
-        return JobFailedError(root.detail)
+        # After a repair, new workers may find no more than that the data is not that of the state.
+        return JobFailedError((first or root).detail)
     when = f"in step {root.step}" if root.step else "before the first step"
-    twice = ", a second time in the same way" if repeated else ""
+    twice = ", a second time in the same way" if first else ""
     worker = root.worker
     return JobFailedError(
         f"the training function failed {when} on rank {root.rank} on node {worker.node} "

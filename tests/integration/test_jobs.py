@@ -156,15 +156,11 @@ def test_replaced_file_of_a_stream_is_named(event_log: EventLog, tmp_path: Path)
         checkpoint={"path": str(tmp_path / "job"), "every_steps": 1},
         steps=90,
     )
-    for _ in range(2):
-        with pytest.raises(
-            JobFailedError, match=r"fingerprint of the data of '.*a\.parquet'"
-        ) as it:
+    changed = r"a\.parquet, row group .* has changed since it was listed"
+    for error in (changed, r"fingerprint of the data of '.*a\.parquet'"):
+        with pytest.raises(JobFailedError, match=error) as it:
             job.run(observer=event_log)
         assert "Traceback" not in str(it.value)
-    first = event_log.of(FaultDetected)[0].text
-    assert "a.parquet, row group" in first
-    assert "has changed since it was listed" in first
     steps = [record.step for record in event_log.of(StepRecord)]
     assert streamed.REPLACED_AFTER <= max(steps) < 90
     assert len(event_log.of(Repaired)) <= 1

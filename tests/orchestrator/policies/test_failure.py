@@ -259,10 +259,10 @@ REPEATED: dict[str, tuple[list[Fault], list[dict[str, Any]], list[str]]] = {
         [{"step": 4}, {"detail": "KeyError: 3"}],
         ["a second time in the same way"],
     ),
-    "data": (  # whichever of several damaged files a rank reads first
+    "data": (  # the first one is the cause: what is read after a repair is other data
         [replace(BAD_DATA, detail=f"{name} is damaged") for name in "ab"],
         [{"step": 4}],
-        ["b is damaged"],
+        ["a is damaged"],
     ),
     "early return": ([EARLY, replace(EARLY, generation=2)], [], ["it returned"]),
 }
