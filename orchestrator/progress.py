@@ -224,7 +224,7 @@ class JobProgress:
             loss=means.pop("loss", None),
             tokens=tokens or means.get("step_tokens", 0.0),
             step_s=maxima.get("step_s", 0.0),
-            gauges=means | done.counters,
+            gauges={**means, **done.counters},
             at_s=done.at_s,
             waits={name: maxima[name] for name in _WAIT_GAUGES if name in maxima},
             mirrored_step=None if mirrored is None else int(mirrored),

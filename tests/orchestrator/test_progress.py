@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -37,6 +38,7 @@ def test_step_is_complete_when_every_rank_has_finished_it():
     record = progress.add_report(replace(last, at_s=20.0))
     assert record == StepRecord(1, 2, 1, 3.0, 40.0, 0.5, {"lr": 0.1}, at_s=20.5)
     assert record.tokens_per_s == 80
+    assert json.loads(json.dumps(asdict(record)))["gauges"] == {"lr": 0.1}
     assert progress.steps == 1
 
 
