@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rayzero.orchestrator.metrics.job_metrics import JobMetrics
-from rayzero.orchestrator.metrics.series import counter, gauge
+from rayzero.orchestrator.metrics.series import counter, gauge, step_gauge
 from rayzero.orchestrator.metrics.stream_table import SourceValues
 
 
@@ -44,6 +44,11 @@ DATA_SERIES = (
         "rayzero_data_wait_ratio",
         "Share of the last step in which ranks waited for data, the mean over ranks.",
         "steps.data_wait_ratio",
+    ),
+    step_gauge(
+        "rayzero_bad_samples",
+        "Samples that were left out since the job began, because they could not be made.",
+        "bad_samples",
     ),
     counter(
         "rayzero_stream_samples_total",

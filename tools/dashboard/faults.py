@@ -106,13 +106,14 @@ FAULTS_ROW = DashboardRow(
             (gauge_query("rayzero_replica_bytes", "{{place}}"),),
         ),
         Panel(
-            "Non-finite values",
-            "Steps that were skipped because a gradient was not finite, losses of inf or nan, and "
-            "the loss scale.",
+            "Non-finite values and bad samples",
+            "Steps that were skipped because a gradient was not finite, losses of inf or nan, "
+            "samples that were left out since the job began, and the loss scale.",
             "none",
             (
                 increase_query("rayzero_skipped_steps_total", "skipped steps"),
                 increase_query("rayzero_nonfinite_losses_total", "losses not finite"),
+                gauge_query("rayzero_bad_samples", "bad samples"),
                 gauge_query("rayzero_loss_scale", "loss scale", axis="right"),
             ),
         ),

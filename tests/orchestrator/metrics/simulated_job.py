@@ -44,6 +44,7 @@ GAUGES = {
     "lr": 0.1,
     "grad_norm": 1.25,
     "loss_scale": 1024.0,
+    "bad_samples": 2.0,
     "mfu": 0.4,
     "step_s": 0.5,
     "exposed_comm_s": 0.125,
