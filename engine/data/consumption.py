@@ -12,15 +12,12 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from rayzero.engine.data.consumed import Consumed
-from rayzero.engine.data.sample_source import SampleSource
+from rayzero.engine.data.sample_source import Register, SampleSource
 from rayzero.engine.data.sampling import MicroBatch, StepSplit, TrainingProgress
 from rayzero.engine.errors import ConfigError, EngineError
 
 STATE_NAME = "rayzero.rollouts"
 """Of the consumed prompts, among the registered state."""
-
-Register = Callable[[str, Callable[[], Any], Callable[[Any], object]], None]
-"""`TrainingState.register`."""
 
 
 class SampleLog(Protocol):

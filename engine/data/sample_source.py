@@ -14,6 +14,9 @@ from rayzero.engine.data.sampling import MicroBatch, SampleOrder, StepSplit
 from rayzero.engine.data.way_out import way_out
 from rayzero.engine.errors import DataError
 
+Register = Callable[[str, Callable[[], Any], Callable[[Any], object]], None]
+"""`TrainingState.register`, of what a source keeps in the training state."""
+
 
 class MapDataset(Protocol):
     """A map-style dataset: `dataset[i]` for i in [0, len(dataset)).

@@ -22,7 +22,7 @@ from time import monotonic
 from typing import Any
 
 from rayzero.engine.data.prefetch import Prefetch
-from rayzero.engine.data.sample_source import SampleSource
+from rayzero.engine.data.sample_source import Register, SampleSource
 from rayzero.engine.data.sampling import MicroBatch, StepSplit, TrainingProgress
 from rayzero.engine.data.streams.cache import CHECK_INTERVAL_S
 from rayzero.engine.data.streams.identity import check_identity
@@ -31,9 +31,6 @@ from rayzero.engine.errors import DataError
 
 STATE_NAME = "rayzero.iterable"
 """The registered state with the snapshots, and what the order of the samples depends on."""
-
-Register = Callable[[str, Callable[[], Any], Callable[[Any], object]], None]
-"""`TrainingState.register` of a shared value."""
 
 
 class IterableSource(SampleSource):

@@ -15,8 +15,9 @@ from typing import Any
 
 from torch.utils.data import Dataset, DistributedSampler, RandomSampler
 
+from rayzero.engine.data.sample_source import Register
 from rayzero.engine.data.sampling import TrainingProgress
-from rayzero.engine.data.streams.source import BlockStream, Register, StreamSource
+from rayzero.engine.data.streams.source import BlockStream, StreamSource
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.session import current_session
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rayzero.engine.data.sample_source import SampleSource
+from rayzero.engine.data.sample_source import Register, SampleSource
 from rayzero.engine.data.sampling import MicroBatch, StepSplit, TrainingProgress
 from rayzero.engine.data.streams.block import BlockSource
 from rayzero.engine.data.streams.cache import BlockCache, ReadAhead
@@ -26,8 +26,6 @@ STATE_NAME = "rayzero.stream"
 """The registered state with what the order of the samples depends on."""
 
 Transform = Callable[[dict[str, Any]], Any]
-Register = Callable[[str, Callable[[], Any], Callable[[Any], object]], None]
-"""`TrainingState.register`."""
 
 
 @dataclass(frozen=True)
