@@ -29,6 +29,7 @@ import logging
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ from rayzero.engine.comm.collectives import DETACHED
 from rayzero.engine.comm.process_group import connect_backend
 from rayzero.engine.compression.gradients import OneBitAdamReduction, make_grad_reduction
 from rayzero.engine.compression.weights import make_weight_gather
+from rayzero.engine.data.batch_sizes import with_shares
 from rayzero.engine.layout.reshard import HeldRanges
 from rayzero.engine.layout.state_index import LogicalTensor, StateSource, TensorRange
 from rayzero.engine.layout.units import UnitPlan
@@ -101,6 +103,29 @@ class GroupSurvival:
         reforming = self._step.reforming
         if reforming.begins_step(OTHER_LOADER, within=self._step.tracker.has_gradients):
             reforming.reform_if_broken()
+
+    @property
+    def can_divide_anew(self) -> bool:
+        """Whether `divide` is possible between the step that is about to end and the next one: the
+        loader's samples of that are not read, and readers that keep a state need not change ranks.
+        """
+        step = self._step
+        return step.micro_batches.can_divide_anew and not step.state.registry.is_shared
+
+    def divide(self, shares: Sequence[float]) -> None:
+        """Divides the samples of later steps by these shares of the ranks, adding up to 1. Called
+        between the same two steps on all ranks."""
+        step, world_size = self._step, self._collectives.world_size
+        batches = with_shares(step.settings.batches, world_size, shares)
+        step.settings = replace(step.settings, batches=batches)
+        self._divide_steps()
+
+    def _divide_steps(self) -> None:
+        """The loader and the meter follow the batch sizes of the settings."""
+        step, micro_steps = self._step, self._step.settings.batches.micro_steps
+        step.meter.step_work.micro_steps = micro_steps
+        step.state.progress.micro_batch_weight = 1 / (micro_steps * self._collectives.world_size)
+        step.micro_batches.recut(split_step(step.settings, self._collectives))
 
     @property
     def local_reason(self) -> str:
@@ -182,11 +207,8 @@ class GroupSurvival:
         )
         step.settings = resolve_settings(config, precision, collectives, device, shares)
         step.state.recut(kept, _Recut(step, self._model, context, kept).run, undoes=undoes)
-        micro_steps = step.settings.batches.micro_steps
-        step.meter.step_work.micro_steps = micro_steps
         step.meter.open_monitors()
-        step.state.progress.micro_batch_weight = 1.0 / (micro_steps * collectives.world_size)
-        step.micro_batches.recut(split_step(step.settings, collectives))
+        self._divide_steps()
         for buffer in _unsaved_buffers(self._model):
             collectives.broadcast(buffer)
         kept.close()

@@ -34,6 +34,8 @@ class StepRequests:
     drain: bool = False
     # Ready to keep a copy of this step until it is stored. Agreed if all ranks are.
     pin: bool = False
+    # Ready to divide the samples of later steps anew. Agreed if all ranks are.
+    divide: bool = False
     # Steps between two mirrors, by this rank's measurements. Agreed is the mean.
     mirror_interval: float = 1.0
     # The number of the engine that steps, from 1, where the function has several; 0: it has one.
@@ -45,14 +47,14 @@ class StepRequests:
         """Numbers that are summed over the ranks."""
         number = float(self.engine)
         numbers = [number, number**2] if self.engine else []
-        flags = [float(self.drain), float(self.pin)]
+        flags = [float(self.drain), float(self.pin), float(self.divide)]
         return [*flags, self.mirror_interval, float(self.bad_samples), *numbers]
 
     @classmethod
     def from_sums(cls, sums: Sequence[float], ranks: int) -> StepRequests:
         """The agreement of `ranks` ranks from their summed requests. Raises EngineError if they
         step different engines: only equal numbers have a variance of zero."""
-        drain, pin, interval, bad, *numbers = sums
+        drain, pin, divide, interval, bad, *numbers = sums
         if numbers and numbers[1] * ranks != numbers[0] ** 2:
             raise EngineError(
                 "the ranks called step() of different engines at one time: nothing was changed",
@@ -61,7 +63,8 @@ class StepRequests:
                 fix="decide which engine steps by engine.global_steps, not by a count of the loop",
             )
         number = int(numbers[0] / ranks) if numbers else 0
-        return cls(drain > 0, pin == ranks, interval / ranks, number, round(bad))
+        all_divide = divide == ranks
+        return cls(drain > 0, pin == ranks, all_divide, interval / ranks, number, round(bad))
 
 
 NO_REQUESTS = StepRequests()

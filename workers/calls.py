@@ -15,7 +15,7 @@ class WorkerCalls(Protocol):
     """The calls that the controller makes in a worker's process, by `WorkerGroup.call` and
     `broadcast`.
 
-    `stop`, `end`, `drain` and `fence` do nothing if the worker has left that generation.
+    `stop`, `end`, `drain`, `divide` and `fence` do nothing if the worker has left that generation.
     """
 
     def open_store(self) -> int:
@@ -38,6 +38,11 @@ class WorkerCalls(Protocol):
     def drain(self, generation: int) -> None:
         """Leaves the generation after a step that all ranks agree on and have mirrored; `Stopped`
         follows. A function that can waits for the next generation; another one is given up."""
+
+    def divide(self, generation: int, shares: Sequence[float]) -> None:
+        """Divides the samples of later steps by these shares of the ranks, from a step on that all
+        ranks agree on; `Divided` follows, from rank 0. Does nothing if the training function has
+        read what it trains on later, or its samples are not read by a loader of the engine's."""
 
     def fence(self, generation: int) -> None:
         """Leaves the generation at once, also out of a wait for peers, which is aborted; `Stopped`

@@ -219,5 +219,15 @@ class JobEngines:
         self.step.begin_again()
 
     @property
+    def can_divide_anew(self) -> bool:
+        """See `GroupSurvival.can_divide_anew`. Not with several engines: their loops may differ."""
+        return len(self) == 1 and all(it.can_divide_anew for it in self._survivals)
+
+    def divide(self, shares: Sequence[float]) -> None:
+        """See `GroupSurvival.divide`."""
+        for survival in self._survivals:
+            survival.divide(shares)
+
+    @property
     def _survivals(self) -> list[GroupSurvival]:
         return [engine.survival for engine in [*self._engines.values()]]

@@ -196,6 +196,13 @@ class StepDivided(RankMessage):
 
 
 @dataclass(frozen=True)
+class Divided(RankMessage):
+    """The ranks have begun to divide the samples of steps by these shares. Sent by rank 0."""
+
+    shares: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class StepReport(RankMessage):
     """A rank finished a step.
 

@@ -16,7 +16,7 @@ from rayzero.engine.session import OTHER_LOADER, BesideSession, HostSession, Ste
 from rayzero.workers.function_collectives import FunctionCollectives, checksum_of_model
 from rayzero.workers.generation_session import GenerationSession
 from rayzero.workers.membership import Membership, SessionHost
-from rayzero.workers.messages import StepDivided, WorkerSpec
+from rayzero.workers.messages import Divided, StepDivided, WorkerSpec
 from rayzero.workers.retained_state import RetainedState
 from rayzero.workers.step_report import MetricsMerger, worker_metrics
 
@@ -170,9 +170,20 @@ class JobSession(GenerationSession):
             if self._channel.drained:
                 self.engines.step.begins(None if name == "forward" else OTHER_LOADER, within=False)
                 self._leave_drained()
+            if self._channel.divides:
+                self._divide()
             if self.engine is not None and name in _FIRST_PHASES:
                 self._begin_step(reads_loader=name == "data")
         self.check()
+
+    def _divide(self) -> None:
+        """Between two steps on all ranks: the next one is divided by the newest shares."""
+        self._channel.divides = False
+        self.shares, self._channel.new_shares = self._channel.new_shares, ()
+        self.engines.divide(self.shares)
+        if self.assignment.rank == 0:
+            generation = self.assignment.generation
+            self._channel.post(Divided(generation, 0, tuple(self.shares)))
 
     def _leave_drained(self) -> None:
         if not self.outlives_generation:
@@ -214,7 +225,9 @@ class JobSession(GenerationSession):
         if self._ledger is not None:
             self._ledger.write_step(step)
         requests = self._mirror.step_requests(step)
-        return replace(requests, drain=self._channel.drain.is_set(), engine=number)
+        divide = bool(self._channel.new_shares) and self.engines.can_divide_anew
+        drain = self._channel.drain.is_set()
+        return replace(requests, drain=drain, divide=divide, engine=number)
 
     def on_step_end(
         self, metrics: dict[str, float], agreed: StepRequests, engine: str = ""
@@ -249,6 +262,8 @@ class JobSession(GenerationSession):
         if agreed.drain:
             self._mirror.settle()
             self._channel.drained = True
+        elif agreed.divide:
+            self._channel.divides = True
 
     def check_loop(self) -> None:
         """Raises EngineError if the function, which has returned, did not train on all that its

@@ -108,6 +108,8 @@ class GenerationChannel:
         interrupt: makes the training thread leave the generation at its next report, phase or step.
         drain: the same, before the step after one that all ranks agree on and have mirrored.
         drained: whether they have: no further step begins.
+        new_shares: by which to divide the samples of later steps, once all ranks agree; or empty.
+        divides: whether they have agreed: where the next step begins.
         fenced: whether waits for peers are being aborted until the training thread has left.
         reforming: whether the function outlives the generation: it waits for the next one where no
             step is running.
@@ -135,6 +137,8 @@ class GenerationChannel:
         self.drain = Event()
         self.sockets = SocketTracker()
         self.drained = False
+        self.new_shares: tuple[float, ...] = ()
+        self.divides = False
         self.fenced = False
         self.reforming = False
         self.ending = False

@@ -131,6 +131,10 @@ class WorkerProcess(UserProcess, WorkerCalls):
         if self._channel.generation == generation:
             self._channel.drain.set()
 
+    def divide(self, generation: int, shares: Sequence[float]) -> None:
+        if self._channel.generation == generation:
+            self._channel.new_shares = tuple(shares)
+
     def fence(self, generation: int) -> None:
         channel = self._channel
         if channel.generation != generation:

@@ -66,6 +66,11 @@ def resolve_batch_sizes(
     return _make_sizes(total, micro, world_size, shares)
 
 
+def with_shares(sizes: BatchSizes, world_size: int, shares: Sequence[float]) -> BatchSizes:
+    """The same batch and micro-batch on the same ranks, divided by other shares."""
+    return _make_sizes(sizes.global_batch, sizes.micro_batch, world_size, shares)
+
+
 def first_refused_size(config: EngineConfig, min_size: int, max_size: int) -> int:
     """The first world size from `min_size` to `max_size` that `resolve_batch_sizes` refuses for
     the numbers of micro-batches, or `min_size`. `max_size` is at most a given global batch.

@@ -258,6 +258,13 @@ class MicroBatches:
         return has_untrained and not self.reads_in_other_thread
 
     @property
+    def can_divide_anew(self) -> bool:
+        """Whether this thread has read nothing of the steps after the one whose last micro-batch
+        has had its backward."""
+        read = len(self._untrained) - len(self.stale.waiting)
+        return self.from_loader and read == 1 and not self.reads_in_other_thread
+
+    @property
     def from_loader(self) -> bool:
         """Whether the batch of the last backward, whose step() has not ended, is the loader's."""
         return self._current is not None

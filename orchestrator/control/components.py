@@ -38,9 +38,9 @@ from rayzero.orchestrator.errors import internal_error
 from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.machine import FaultFatal
 from rayzero.orchestrator.plan import JobPlan
+from rayzero.orchestrator.policies.balance import Balancer
 from rayzero.orchestrator.policies.failure import FaultBudget
 from rayzero.orchestrator.policies.membership import WorkerLimits
-from rayzero.orchestrator.policies.stragglers import SpeedTracker
 from rayzero.orchestrator.policies.usefulness import LastRun
 from rayzero.orchestrator.progress import JobProgress
 from rayzero.workers.vault.process_end import ProcessEnd
@@ -109,9 +109,18 @@ class Components:
         self.completion = JobCompletion(
             plan, loop, machine, members, events, progress, replication, checkpoints, restore, past
         )
-        speeds = SpeedTracker(balance=recovery.balance == "auto")
         steps = StepReports(
-            loop, members, events, progress, timer, speeds, replication, vaults, versions, injector
+            loop,
+            members,
+            events,
+            progress,
+            timer,
+            replication,
+            vaults,
+            versions,
+            injector,
+            calls,
+            Balancer(enabled=recovery.balance == "auto"),
         )
         self._build_inbox(deps, timer, steps, replication, versions, restore, hang_timeout_s)
         self._build_generations(plan, deps, calls, timer, steps, restore)

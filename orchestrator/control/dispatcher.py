@@ -19,6 +19,7 @@ from rayzero.orchestrator.progress import JobProgress
 from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.messages import (
     Crashed,
+    Divided,
     Finished,
     Heartbeat,
     Joined,
@@ -67,6 +68,7 @@ class MessageDispatcher:
             Mirrored: self._versions.on_mirrored,
             WentBack: self._on_went_back,
             StepDivided: self._on_step_divided,
+            Divided: self._steps.on_divided,
             LogLine: self._forward,
             FaultFired: self._forward,
         }

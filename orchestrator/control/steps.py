@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rayzero.orchestrator.control.calls import Calls
 from rayzero.orchestrator.control.chaos import ClusterFaultInjector
 from rayzero.orchestrator.control.generation import GenerationState
 from rayzero.orchestrator.control.loop import JobLoop
@@ -13,10 +14,12 @@ from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.control.weight_versions import WeightVersions
 from rayzero.orchestrator.facts import EventBus
+from rayzero.orchestrator.policies.balance import Balancer, describe_shares
 from rayzero.orchestrator.policies.stragglers import SpeedTracker
 from rayzero.orchestrator.policies.usefulness import EqualLosses
 from rayzero.orchestrator.progress import JobProgress, StepRecord
-from rayzero.workers.messages import Heartbeat, StepReport
+from rayzero.workers.calls import WorkerCalls
+from rayzero.workers.messages import Divided, Heartbeat, StepReport
 
 
 @dataclass(eq=False)
@@ -29,11 +32,13 @@ class StepReports:
     _events: EventBus
     _progress: JobProgress
     _timer: RecoveryTimer
-    _speeds: SpeedTracker
     _replication: Replication
     _vaults: VaultManager
     _versions: WeightVersions
     _injector: ClusterFaultInjector
+    _calls: Calls
+    _balancer: Balancer
+    _speeds: SpeedTracker = field(default_factory=SpeedTracker)
     _equal_losses: EqualLosses = field(default_factory=EqualLosses)
 
     def start_generation(self, generation: GenerationState) -> tuple[float, ...]:
@@ -44,13 +49,17 @@ class StepReports:
         ):
             self._events.emit(record)
         self._versions.start_generation(generation)
-        return self._speeds.start_generation(tuple(generation.assignments))
+        members = tuple(generation.assignments)
+        self._speeds.start_generation(members)
+        return self._balancer.start_generation(members, self._speeds.samples_per_s(members))
 
     def on_report(self, worker: int, report: StepReport) -> None:
         if report.generation == self._members.generation.number:
             self._members.generation.advance_to(report.step + 1)
             self._events.emit(report)
-            if text := self._speeds.add_report(worker, report):
+            samples = int(report.gauges.get("step_samples", 0))
+            share = self._balancer.relative_share(report.rank, samples)
+            if text := self._speeds.add_report(worker, report, share):
                 self._events.warn(text)
             if text := self._equal_losses.add_report(report, self._members.generation.world_size):
                 self._events.warn(text)
@@ -67,6 +76,26 @@ class StepReports:
         self._vaults.on_step_finished()
         self._versions.on_step_finished(record)
         self._injector.on_step_finished(record.step)
+        self._balance(record)
+
+    def _balance(self, record: StepRecord) -> None:
+        generation = self._members.generation
+        members = tuple(generation.assignments)
+        shares = self._balancer.on_step_finished(
+            record.step_s,
+            int(record.gauges.get("step_samples", 0)),
+            lambda: self._speeds.samples_per_s(members),
+        )
+        if shares and not generation.fenced:
+            self._calls.broadcast(generation.active, WorkerCalls.divide, generation.number, shares)
+
+    def on_divided(self, worker: int, message: Divided) -> None:
+        """The ranks have begun to divide the samples of a step by other shares."""
+        del worker
+        if message.generation != self._members.generation.number:
+            return
+        self._balancer.on_divided(message.shares)
+        self._events.warn(describe_shares(message.shares))
 
     def on_heartbeat(self, worker: int, beat: Heartbeat) -> None:
         if self._members.generation.on_heartbeat(worker, beat):

@@ -1,4 +1,4 @@
-"""Straggler policy: detects steadily slow workers, and splits samples by measured speed. Pure."""
+"""Straggler policy: measures the speed of workers, and detects steadily slow ones. Pure."""
 
 from __future__ import annotations
 
@@ -45,49 +45,36 @@ class _WorkerSamples:
 
 
 class SpeedTracker:
-    """Measures the workers' speed: finds slow ones, and balances the next generation's samples.
+    """Measures the workers' speed: finds slow ones."""
 
-    Args:
-        balance: whether to split samples by speed (`recovery.balance: auto`).
-    """
-
-    def __init__(self, *, balance: bool = False) -> None:
-        self._balance = balance
-        self._members: tuple[int, ...] = ()
-        self._shares: tuple[float, ...] = ()
+    def __init__(self) -> None:
         self._workers: defaultdict[int, _WorkerSamples] = defaultdict(_WorkerSamples)
         self._sorted_medians_s: list[float] = []
         """The medians of all workers that have one, kept sorted: thousands of workers read them."""
 
-    def start_generation(self, members: tuple[int, ...]) -> tuple[float, ...]:
+    def start_generation(self, members: tuple[int, ...]) -> None:
         """A generation of these workers, by rank, begins. Workers that stay keep their state, but
-        times are measured anew because the split of the samples may have changed.
-
-        Returns:
-            Each rank's share of a step's samples; empty for even shares.
-        """
-        current = self._shares if members == self._members else ()
-        self._members, self._shares = members, ()
-        if self._balance:
-            self._shares = balance_shares(self.samples_per_s(members), current)
+        times are measured anew because the split of the samples may have changed."""
         for worker in self._workers.keys() - set(members):
             del self._workers[worker]
         self._sorted_medians_s.clear()
         for record in self._workers.values():
             record.compute_s.clear()
             record.median_s = None
-        return self._shares
 
-    def add_report(self, worker: int, report: StepReport) -> str:
-        """A worker of this generation finished a step. Returns a message as `add_step`."""
+    def add_report(self, worker: int, report: StepReport, relative_share: float) -> str:
+        """A worker of this generation finished a step. Returns a message as `add_step`.
+
+        Args:
+            relative_share: of the step's samples, relative to an even share.
+        """
         gauges = report.gauges
         if "exposed_comm_s" not in gauges:
             return ""  # the job has no engine that measures
-        # Compute time is without the time that the worker waited for others. Only ratios count, and
-        # the global batch is constant: shares work as well as samples.
+        # Compute time is without the time that the worker waited for others. One that has fewer
+        # samples because it is slow stays slow: what counts is the time that an even share takes.
         compute_s = gauges["step_s"] - gauges["exposed_comm_s"]
-        share = self._shares[report.rank] if self._shares else 1 / len(self._members)
-        return self.add_step(worker, compute_s, share)
+        return self.add_step(worker, compute_s / relative_share, 1)
 
     def add_step(self, worker: int, compute_s: float, samples: float) -> str:
         """A worker finished a step with that many samples. Returns a message if it became steadily
@@ -132,52 +119,3 @@ def _median_of_sorted(ordered: Sequence[float]) -> float | None:
     if not ordered:
         return None
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-
-
-MIN_SHARE, MAX_SHARE = 0.25, 2.0
-"""Bounds of a share, relative to an even share: measurements can be wrong, memory is limited."""
-
-MIN_GAIN = 0.05
-"""Fraction of a step's compute time that new shares must save to replace the current ones."""
-
-_BISECTIONS = 60  # more than a float has bits
-
-
-def balance_shares(
-    samples_per_s: Sequence[float | None], current: Sequence[float] = ()
-) -> tuple[float, ...]:
-    """Each rank's share of a step's samples in the next generation; empty for even shares.
-
-    Args:
-        samples_per_s: each rank's measured speed, a median over steps; None if it is unknown, which
-            counts as the median speed.
-        current: the shares that these ranks have now; empty for even shares, or if the ranks
-            changed.
-    """
-    ranks = len(samples_per_s)
-    known = [speed for speed in samples_per_s if speed]
-    if not known:
-        return tuple(current)
-    speeds = [speed or median(known) for speed in samples_per_s]
-    now = current or [1 / ranks] * ranks
-    best = _clamped_shares(speeds, MIN_SHARE / ranks, MAX_SHARE / ranks)
-    gains = _slowest_rank_s(best, speeds) < _slowest_rank_s(now, speeds) * (1 - MIN_GAIN)
-    return tuple(best) if gains else tuple(current)
-
-
-def _slowest_rank_s(shares: Sequence[float], speeds: Sequence[float]) -> float:
-    return max(share / speed for share, speed in zip(shares, speeds, strict=True))
-
-
-def _clamped_shares(weights: Sequence[float], min_share: float, max_share: float) -> list[float]:
-    """Shares proportional to `weights` within the bounds, with sum 1.
-
-    The sum of the clamped products grows with the factor, so bisection finds the factor.
-    """
-    low, high = 0.0, 1 / min(weights)  # with `high` every share is at its upper bound
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        total = sum(min(max_share, max(min_share, middle * weight)) for weight in weights)
-        low, high = (middle, high) if total < 1 else (low, middle)
-    shares = [min(max_share, max(min_share, high * weight)) for weight in weights]
-    return [share / sum(shares) for share in shares]

@@ -10,7 +10,7 @@ from typing import Literal
 
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import parse_fault
-from rayzero.workers.messages import Prepared, Stopped
+from rayzero.workers.messages import Divided, Prepared, Stopped
 from rayzero.workers.vault.records import Restore
 from tests.workers.local_controller import LocalController
 from tests.workers.local_workers import LocalWorkers
@@ -26,6 +26,7 @@ Kind = Literal[
     "shrink",
     "leave",
     "return",
+    "divide",
     "look",
 ]
 PHASES = ["data", "forward", "backward", "reduce", "update", "publish", "mirror"]
@@ -41,7 +42,8 @@ class Event:
 
     Attributes:
         kind: `replace` is a kill, with another worker in the next generation. Who leaves waits for
-            a generation that it is in, until `return`. `look` changes nothing.
+            a generation that it is in, until `return`. `divide` gives the ranks other
+            shares of the samples, `look` changes nothing.
         faults: what is injected; for the others the ranks wait for the controller before the step.
     """
 
@@ -117,6 +119,11 @@ class EventController(LocalController):
         self._draining: Event | None = None
         self._waiting: list[int] = []
 
+    @property
+    def divided(self) -> int:
+        """How often the ranks have agreed on other shares."""
+        return sum(isinstance(it, Divided) for them in self._local.seen.values() for it in them)
+
     def _act(self, generation: int) -> None:
         """Lets the ranks go on once all of them wait for the next event."""
         if not self._events or self._draining:
@@ -129,6 +136,11 @@ class EventController(LocalController):
         self._events.pop(0)
         if event.kind == "look":
             self._look(pids)
+        elif event.kind == "divide":
+            shares = [2 ** (event.step + number) % 7 for number, _ in enumerate(self._members)]
+            for index in self._members:
+                args = generation, [share / sum(shares) for share in shares]
+                self._local.workers[index].call("divide", *args)
         else:
             self._draining = event
             for index in self._members:

@@ -36,6 +36,8 @@ from tests.workers.survivor_jobs import NOTES, compiled_config, iterable_data
 EVENTS = int(os.environ.get("RAYZERO_SURVIVOR_EVENTS", "6"))
 REPAIRS = int(os.environ.get("RAYZERO_SURVIVOR_REPAIRS", "9"))
 SEED = int(os.environ.get("RAYZERO_SURVIVOR_SEED", "0"))
+DIVISIONS = (1, 4)
+"""In place of these repairs samples are divided anew: the kills after them are of uneven ranks."""
 LOOKS = 10 if REPAIRS >= 40 else 3
 MOST_MORE = {"descriptors": 4, "threads": 2, "mappings": 4, "shared_bytes": 1 << 20}
 """A mirror, or the release of a slot, may be running."""
@@ -116,7 +118,9 @@ def test_repairs_leave_nothing_behind(tmp_path: Path) -> None:
     events: list[Event] = []
     for number in range(1, REPAIRS + 1):
         step = SPACING * number
-        events.append(Event(step, "replace", (fault("kill", 2, step, PHASES[number % 7]),)))
+        kill = fault("kill", 2, step, PHASES[number % 7])
+        is_kill = number not in DIVISIONS
+        events.append(Event(step, "replace", (kill,)) if is_kill else Event(step, "divide"))
         if number % (REPAIRS // LOOKS) == 0:
             events.append(Event(step + SPACING - 1, "look"))
     seen: defaultdict[int, list[dict[str, int]]] = defaultdict(list)
@@ -127,7 +131,9 @@ def test_repairs_leave_nothing_behind(tmp_path: Path) -> None:
 
     looks_at = [event.step for event in events if event.kind == "look"]
     counts = [looks_at[0], looks_at[-1]]
-    run_events(tmp_path, events, engine_config(SEED % 4), look=look, counts=counts)
+    config = engine_config(SEED % 4)
+    controller = run_events(tmp_path, events, config, look=look, counts=counts)
+    assert controller.divided == len(DIVISIONS)
     notes = read_notes(tmp_path)
     assert len(seen) == 3
     for pid, looks in seen.items():

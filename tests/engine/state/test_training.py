@@ -187,4 +187,4 @@ def vote_twice(rank: int, world: int) -> list[StepRequests]:
 
 def test_ranks_agree_on_requests_in_the_vote():
     for agreed in run_ranks(2, vote_twice):
-        assert agreed == [StepRequests(True, True, 1.5), StepRequests(False, False, 1.0)]
+        assert agreed == [StepRequests(True, pin=True, mirror_interval=1.5), StepRequests()]
