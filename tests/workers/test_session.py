@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from rayzero.workers import ledger_writer
 from rayzero.workers.context import Context
 from rayzero.workers.messages import (
     SCRIPT_ENTRYPOINT,
+    Divided,
     MirrorPolicy,
     Restored,
     StepReport,
@@ -180,6 +182,35 @@ def test_agreed_drain_ends_function_where_the_next_step_begins():
             job_session.on_phase(phase)
     assert channel.drained
     assert not channel.interrupt.is_set()
+
+
+@pytest.mark.parametrize(
+    ("reads", "divided"),
+    [
+        (lambda loader: loader, True),
+        (lambda loader: [*loader], False),  # the samples of later steps are read
+        (lambda loader: pairwise(loader), False),
+        (lambda loader: (next(iter(loader)) for _ in range(9)), True),
+    ],
+)
+def test_shares_change_where_the_next_step_begins_if_its_samples_are_not_read(reads, divided):
+    job_session, channel, posted = session()
+    data = torch.ones(40, 1, dtype=torch.float64)
+    model = nn.Linear(1, 1).double()
+    with use_session(job_session):
+        config = recovery_jobs.engine_config(1)
+        engine, _, loader, _ = initialize(model=model, config=config, training_data=data)
+    job_session._mirror.step_done = lambda *_: None  # type: ignore[method-assign]
+    channel.new_shares = (1.0,)
+    for batch in reads(loader):
+        engine.backward(engine(batch[0] if isinstance(batch, tuple) else batch).mean())
+        engine.step()
+        if engine.global_steps == 2:
+            break
+        assert not any(isinstance(it, Divided) for it in posted)
+    changes = [it for it in posted if isinstance(it, Divided)]
+    assert changes == [Divided(1, 0, (1.0,))] * divided
+    assert bool(channel.new_shares) != divided
 
 
 def session_with_ledger(folder: Path, hang_timeout_s: float = 60.0) -> JobSession:
