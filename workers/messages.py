@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from rayzero.workers.chaos.spec import FaultFired, FaultSpec
 from rayzero.workers.rollouts.address import BufferAddress
+from rayzero.workers.spread import Spread
 from rayzero.workers.vault.records import Restore
 
 CrashKind: TypeAlias = Literal[
@@ -234,24 +235,6 @@ class Heartbeat:
     silent_s: float
     collective: int = 0
     waiting: bool = False
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Some numbers: how many, their sum, the least and the greatest."""
-
-    count: int
-    total: float
-    low: float
-    high: float
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.count
-
-    def __add__(self, other: Spread) -> Spread:
-        low, high = min(self.low, other.low), max(self.high, other.high)
-        return Spread(self.count + other.count, self.total + other.total, low, high)
 
 
 @dataclass(frozen=True)

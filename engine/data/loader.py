@@ -13,11 +13,12 @@ from torch.utils.data import default_collate
 
 from rayzero.engine.config.sections import LoaderConfig
 from rayzero.engine.data.consumed import SAMPLES_PHASE
-from rayzero.engine.data.micro_batches import MicroBatches, YieldedBatch
+from rayzero.engine.data.micro_batches import MicroBatches
 from rayzero.engine.data.prefetch import Prefetch, batch_to_device
 from rayzero.engine.data.reading import BatchReader
 from rayzero.engine.data.sample_source import SampleSource
 from rayzero.engine.data.sampling import StepSplit
+from rayzero.engine.data.yielded_batch import YieldedBatch
 from rayzero.engine.errors import CollectiveError, EngineError
 from rayzero.engine.session import Reforming
 

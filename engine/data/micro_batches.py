@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from threading import Lock, Thread, current_thread
 from typing import Any
@@ -28,6 +26,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from rayzero.engine.data.prefetch import closed_error
 from rayzero.engine.data.sampling import StepSplit, TrainingProgress
+from rayzero.engine.data.yielded_batch import StaleBatches, YieldedBatch
 from rayzero.engine.errors import EngineError
 from rayzero.engine.session import HostSession
 from rayzero.engine.tensor_tree import iter_tensors
@@ -37,50 +36,6 @@ log = logging.getLogger("rayzero.engine")
 _CONTRACT = (
     "one backward() (or several) and one step() for each batch that the loader yields, in its order"
 )
-
-
-@dataclass(frozen=True, eq=False)
-class YieldedBatch:
-    """One micro-batch of this rank, as the loader yielded it."""
-
-    position: tuple[int, int]  # (sample cursor of its step, number in it): strictly increasing
-    weight: float  # of its loss in the mean over the global batch
-    own_indices: Sequence[int]  # dataset indices of this rank's samples; empty for a filler
-    is_last: bool  # of its step
-    owner: MicroBatches
-    split: StepSplit
-    skipped: Sequence[int] = ()  # of own_indices, those that are not in it
-    tensors: list[TensorWeakRef] = field(default_factory=list)
-
-    @property
-    def is_held(self) -> bool:
-        """Whether the script can still train on it."""
-        return not self.tensors or any(it() is not None for it in self.tensors)
-
-    def __str__(self) -> str:
-        step, turn = self.owner.progress.step, self.position[1] + 1
-        ahead = self.position[0] - self.owner.progress.sample_cursor
-        return f"micro-batch {turn} of step {step + 1 + ahead // self.owner.progress.global_batch}"
-
-
-class StaleBatches:
-    """Micro-batches that the loop had read before the ranks changed. What it trains on of them
-    changes nothing, because all of their samples are read again, split for the present ranks.
-
-    Attributes:
-        waiting: those that the loop may still come to, in its order.
-        is_next: the model's last forward was of one, and its step() has not ended.
-    """
-
-    def __init__(self) -> None:
-        self.waiting: deque[YieldedBatch] = deque()
-        self.is_next = False
-
-    def end_step(self) -> None:
-        """The step() of the oldest has ended, or it has none."""
-        if self.is_next and self.waiting:
-            self.waiting.popleft()
-        self.is_next = False
 
 
 class MicroBatches:
@@ -196,7 +151,7 @@ class MicroBatches:
                 yielded = _by_tensor.get(base)
             if yielded is None:
                 continue
-            if yielded.owner is not self:
+            if yielded.progress is not self.progress:
                 self._other_weight = yielded.weight
                 return
             self.stale.is_next = yielded.split is not self.split
@@ -259,10 +214,9 @@ class MicroBatches:
 
     @property
     def can_divide_anew(self) -> bool:
-        """Whether this thread has read nothing of the steps after the one whose last micro-batch
-        has had its backward."""
-        read = len(self._untrained) - len(self.stale.waiting)
-        return self.from_loader and read == 1 and not self.reads_in_other_thread
+        """Whether this thread has read nothing after the micro-batch of the last backward."""
+        has_read_ahead = len(self._untrained) > 1 or bool(self.stale.waiting)
+        return self.from_loader and not has_read_ahead and not self.reads_in_other_thread
 
     @property
     def from_loader(self) -> bool:

@@ -26,10 +26,11 @@ from torch.utils.data import default_collate
 from rayzero.engine.config.sections import LoaderConfig
 from rayzero.engine.data.loader_pool import LoaderPool, SampleTicket
 from rayzero.engine.data.loader_process import BadSample, make_sample
-from rayzero.engine.data.micro_batches import MicroBatches, YieldedBatch
+from rayzero.engine.data.micro_batches import MicroBatches
 from rayzero.engine.data.prefetch import closed_error
 from rayzero.engine.data.sample_source import SampleSource
 from rayzero.engine.data.sampling import MicroBatch, StepSplit, bad_samples_error
+from rayzero.engine.data.yielded_batch import YieldedBatch
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import DataError
 from rayzero.engine.tensor_tree import map_tensors
@@ -162,7 +163,7 @@ class BatchReader:
             weight,
             own_indices=batch.numbers[:count],
             is_last=batch.is_last,
-            owner=self._micro_batches,
+            progress=self._micro_batches.progress,
             split=split,
             skipped=skipped,
         )

@@ -9,7 +9,7 @@ from math import inf, isfinite
 from typing import Any
 
 from rayzero.orchestrator.progress import StepRecord
-from rayzero.workers.messages import Spread
+from rayzero.workers.spread import Spread
 
 MAX_BUCKETS = 512
 """Maximum number of buckets of the loss curve, and of any curve on its own."""

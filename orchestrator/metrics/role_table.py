@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rayzero.orchestrator.job_events import RolloutsCounted
-from rayzero.workers.messages import RoleReport, Spread
+from rayzero.workers.messages import RoleReport
+from rayzero.workers.spread import Spread
 
 MAX_ROLE_VALUES = 100
 """Names under which a role's workers report values; bounds the number of Prometheus series."""

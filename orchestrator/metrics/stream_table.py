@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rayzero.orchestrator.metrics.role_table import one
 from rayzero.orchestrator.progress import SMOOTHING, StepRecord
-from rayzero.workers.messages import Spread
+from rayzero.workers.spread import Spread
 
 MAX_SOURCES = 100
 """Sources of a job's streams; bounds the number of Prometheus series. Further ones have none."""

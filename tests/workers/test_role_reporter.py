@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from rayzero.engine.errors import EngineError
-from rayzero.workers.messages import RoleReport, Spread
+from rayzero.workers.messages import RoleReport
 from rayzero.workers.roles.reporter import RoleReporter
+from rayzero.workers.spread import Spread
 
 
 def test_report_is_of_what_came_since_the_last_one():

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from threading import Lock
 from typing import Any
 
-from rayzero.workers.messages import RoleReport, Spread
+from rayzero.workers.messages import RoleReport
+from rayzero.workers.spread import Spread
 from rayzero.workers.step_report import COUNTER_NAMES, check_name, to_number
 
 

@@ -26,8 +26,9 @@ from rayzero.orchestrator.metrics.job_metrics import JobMetrics, Timestamps
 from rayzero.orchestrator.policies.failure import Fault, FaultCause
 from rayzero.orchestrator.progress import JobProgress, StepRecord
 from rayzero.orchestrator.spec import CheckpointSpec, JobSpec, RecoverySpec, RoleSpec, Workers
-from rayzero.workers.messages import Heartbeat, RoleReport, Spread, StepReport, WorkerInfo
+from rayzero.workers.messages import Heartbeat, RoleReport, StepReport, WorkerInfo
 from rayzero.workers.rollouts.counts import RolloutCounts
+from rayzero.workers.spread import Spread
 
 SPEC = JobSpec(
     name="gpt",

@@ -8,8 +8,9 @@ from rayzero.orchestrator.job_events import RoleFault, RoleWorkerEnded, Rollouts
 from rayzero.orchestrator.metrics.role_table import MAX_ROLE_VALUES, RoleTable
 from rayzero.orchestrator.metrics.snapshot import make_snapshot
 from rayzero.orchestrator.metrics.snapshot_model import validate_snapshot
-from rayzero.workers.messages import RoleReport, Spread
+from rayzero.workers.messages import RoleReport
 from rayzero.workers.rollouts.counts import RolloutCounts
+from rayzero.workers.spread import Spread
 from tests.orchestrator.metrics.simulated_job import WORKER, SimulatedJob, eventful_job
 
 
