@@ -65,7 +65,7 @@ def plan(
 ) -> Plan:
     """Plan the episode with the given number for the given soak seed."""
     rng = random.Random(f"{seed}-{number}")
-    settings = _draw_stream(f"{seed}-{number}-stream", nodes) if stream else {}
+    settings = _draw_stream(seed, number, nodes) if stream else {}
     workers = settings.get("workers", WORLD_SIZE)
     episode_seed, stage = rng.randrange(2**31), rng.randrange(4)
     each = STREAM_STEPS_PER_FAULT if stream else STEPS_PER_FAULT
@@ -87,10 +87,10 @@ def plan(
     return Plan(number, episode_seed, stage, steps, tuple(faults), rollouts, **settings)
 
 
-def _draw_stream(seed: str, nodes: int) -> dict[str, Any]:
+def _draw_stream(seed: int, number: int, nodes: int) -> dict[str, Any]:
     """The settings of a plan with a stream. The other ones do not depend on them."""
-    rng = random.Random(seed)
-    kind = rng.choice(soak_streams.KINDS)
+    rng = random.Random(f"{seed}-{number}-stream")
+    kind = soak_streams.KINDS[(seed + number) % len(soak_streams.KINDS)]
     return {
         "stream": kind,
         "workers": rng.choice(STREAM_WORKERS) if nodes == 1 else WORLD_SIZE,
