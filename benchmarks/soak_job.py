@@ -50,11 +50,12 @@ def make_model(seed: int) -> nn.Module:
     return nn.Sequential(*layers).double()
 
 
-def engine_config(stage: int, **loader: int) -> dict[str, Any]:
+def engine_config(stage: int, micro_batch: int, loader: dict[str, int]) -> dict[str, Any]:
     return {
         "rayzero": {"loader": loader},
         "gradient_clipping": 0,
         "train_batch_size": SAMPLES,
+        "train_micro_batch_size_per_gpu": micro_batch,
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.01}},
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 200},
     }
@@ -79,8 +80,9 @@ def train(ctx: Context) -> None:
     for x, y in loader.until(ctx.steps):
         step = engine.progress.step
         control.report(RankState(ctx.rank, os.getpid(), step, ctx.world_size))
-        time.sleep(_pause_s(ctx, step))
-        _maybe_stay_long(control, step)
+        if engine.progress.micro_step == 0:
+            time.sleep(_pause_s(ctx, step))
+            _maybe_stay_long(control, step)
         swallows = swallows or control.take(f"swallow-{os.getpid()}")
         try:
             engine.backward(nn.functional.mse_loss(engine(x), y))
@@ -129,7 +131,9 @@ def _pause_s(ctx: Context, step: int) -> float:
         return LONG_PAUSE_S
     is_complete = ctx.world_size == ctx.args["world_size"]
     is_awaited = any(parse_disruption(text) is not None for text in due)
-    return SHORT_PAUSE_S if is_complete and not is_awaited else PAUSE_S
+    if is_complete and not is_awaited:
+        return SHORT_PAUSE_S
+    return PAUSE_S * max(1, len(due))  # or the steps end before they can fire
 
 
 def _step_of(text: str) -> int:

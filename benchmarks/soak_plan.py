@@ -50,6 +50,7 @@ class Plan:
     """The kind of stream that is its data, of `soak_streams.KINDS`; empty: a dataset."""
     loader_processes: int = 0
     """Of each rank; 0: its thread makes the samples."""
+    micro_batch: int = soak_job.SAMPLES
     has_bad: bool = False
     """Whether the transform of the stream fails for some rows, which are left out."""
 
@@ -96,6 +97,7 @@ def _draw_stream(seed: int, number: int, nodes: int) -> dict[str, Any]:
         "workers": rng.choice(STREAM_WORKERS) if nodes == 1 else WORLD_SIZE,
         "loader_processes": rng.choice((0, 2)),
         "has_bad": rng.random() < HAS_BAD and kind != "iterable",  # whose rows are never left out
+        "micro_batch": rng.choice((1, 3, soak_job.SAMPLES)),
     }
 
 

@@ -90,7 +90,7 @@ def make_job(episode: Plan, folder: Path) -> Job:
     return Job(
         name=JOB_NAME,
         entrypoint="benchmarks.soak_entry:train",
-        engine=soak_job.engine_config(episode.stage, **loader),
+        engine=soak_job.engine_config(episode.stage, episode.micro_batch, loader),
         workers=Workers(min=1, max=episode.workers, start_timeout_s=START_TIMEOUT_S),
         args={
             "world_size": episode.workers,
