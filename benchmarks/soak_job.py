@@ -20,7 +20,7 @@ from rayzero.workers.chaos.spec import FaultFired, parse_fault
 from rayzero.workers.context import Context
 
 SAMPLES, LENGTH = 12, 50  # per step, per epoch: epochs end within a step
-SHORT_PAUSE_S, PAUSE_S, LONG_PAUSE_S = 0.02, 0.2, 2.0
+SHORT_PAUSE_S, PAUSE_S, LONG_PAUSE_S = 0.02, 0.2, 1.0
 TAIL = 30
 """Final steps, which wait longer for pending faults."""
 LEARNING_RATE = 1e-2
@@ -133,7 +133,7 @@ def _pause_s(ctx: Context, step: int) -> float:
     is_awaited = any(parse_disruption(text) is not None for text in due)
     if is_complete and not is_awaited:
         return SHORT_PAUSE_S
-    return PAUSE_S * max(1, len(due))  # or the steps end before they can fire
+    return min(PAUSE_S * max(1, len(due)), LONG_PAUSE_S)  # or the steps end before they can fire
 
 
 def _step_of(text: str) -> int:
