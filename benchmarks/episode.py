@@ -35,13 +35,15 @@ RTOL, ATOL = 1e-9, 1e-12
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of an episode. `lost` lists the violated requirements."""
+    """Result of an episode. `lost` lists the violated requirements; `resizes` counts those to another
+    number of ranks, between repairs, of the first submission."""
 
     plan: Plan
     seconds: float
     fired: list[str]
     recoveries: list[Recovery] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    resizes: int = 0
 
 
 def run(episode: Plan, folder: Path, nodes: int, replace_lost_nodes: Callable[[], None]) -> Outcome:
@@ -98,7 +100,7 @@ def run(episode: Plan, folder: Path, nodes: int, replace_lost_nodes: Callable[[]
     elif not error:
         lost += _check_training(episode, folder)
     fired = [event.fault for event in soak_job.read_fired(str(output_dir))]
-    return Outcome(episode, time.monotonic() - start_s, fired, log.recoveries, lost)
+    return Outcome(episode, time.monotonic() - start_s, fired, log.recoveries, lost, log.resizes)
 
 
 def _check_training(episode: Plan, folder: Path) -> list[str]:

@@ -126,7 +126,7 @@ def format_outcome(outcome: Outcome) -> str:
         f"episode {episode.number}: {_describe_stream(episode)}stage {episode.stage}, "
         f"{episode.steps} steps, "
         f"{outcome.seconds:.0f} s, {len(outcome.fired)} fired, {len(recoveries)} recoveries "
-        f"(max {longest_s:.2f} s), {redone} steps redone: {verdict}"
+        f"(max {longest_s:.2f} s), {redone} steps redone, {outcome.resizes} resizes: {verdict}"
     )
 
 
@@ -257,10 +257,13 @@ def main(arguments: list[str]) -> int:
     shutil.rmtree(control)
     lost = sum(bool(outcome.lost) for outcome in record.outcomes)
     fired = sum(len(outcome.fired) for outcome in record.outcomes)
+    resizes = sum(outcome.resizes for outcome in record.outcomes)
     console.print(format_machine(settings))
     show(console, record.outcomes)
     verdict = f"something was lost in {lost} of them" if lost else "nothing lost"
-    console.print(f"{fired} faults in {len(record.outcomes)} episodes: {verdict}")
+    console.print(
+        f"{fired} faults in {len(record.outcomes)} episodes: {verdict}; {resizes} resizes"
+    )
     return int(lost > 0)
 
 

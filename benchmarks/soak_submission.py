@@ -168,6 +168,7 @@ class EventLogger:
 
     def __init__(self, output_dir: Path, control: SoakControl) -> None:
         self.recoveries: list[Recovery] = []
+        self.resizes = 0
         self._output_dir = output_dir
         self._control = control
         self._attributed: list[FaultFired] = []
@@ -195,6 +196,8 @@ class EventLogger:
             self._on_repaired(event)
         elif isinstance(event, Resized) and "vault" in event.reason:
             self.recoveries.append(Recovery("kill_vault", _seconds(event), 0))
+        elif isinstance(event, Resized):
+            self.resizes += 1
         elif isinstance(event, RunAdopted):
             self._adopted = event, now_s
         elif isinstance(event, RoleFault):
