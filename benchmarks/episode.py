@@ -35,8 +35,8 @@ RTOL, ATOL = 1e-9, 1e-12
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of an episode. `lost` lists the violated requirements; `resizes` counts those to another
-    number of ranks, between repairs, of the first submission."""
+    """Result of an episode. `lost` lists the violated requirements; `resizes` counts those to
+    another number of ranks, of the first submission."""
 
     plan: Plan
     seconds: float

@@ -73,7 +73,10 @@ def train(ctx: Context) -> None:
     model, has_rollouts = make_model(ctx.seed), ctx.args["rollouts"]
     data: Any = None if has_rollouts else Points()
     if ctx.args["stream"]:
-        data = soak_streams.open_stream(**ctx.args["stream"])
+        given = ctx.args["stream"]
+        data = soak_streams.open_stream(
+            given["kind"], Path(given["folder"]), has_bad=given["has_bad"]
+        )
     engine, _, loader, _ = ctx.initialize(model=model, training_data=data)
     loader = ctx.rollouts(PROMPTS, engine) if has_rollouts else loader
     swallows = False
