@@ -36,7 +36,7 @@ class Disruption:
         at_start: may be inflicted before the first step, too.
         at_end: may be inflicted before the last step, too.
         needs_repair: whether workers are lost by it.
-        of_rollouts: for jobs with rollouts only.
+        only: the kinds of jobs that it is for; empty: all.
         why_not: why this machine cannot; empty if it can.
     """
 
@@ -48,7 +48,7 @@ class Disruption:
     at_start: bool = False
     at_end: bool = False
     needs_repair: bool = True
-    of_rollouts: bool = False
+    only: tuple[str, ...] = ()
     why_not: Callable[[], str] = _no_reason
 
 
@@ -113,28 +113,28 @@ _KINDS = (
         "SIGSTOP to some or all workers of roles for seconds, which their job must bear",
         role_disruptions.stop_role_workers,
         needs_repair=False,
-        of_rollouts=True,
+        only=("rollouts",),
     ),
     Disruption(
         "scale_roles",
         "fewer generators, then as many as before",
         role_disruptions.scale_role,
         needs_repair=False,
-        of_rollouts=True,
+        only=("rollouts",),
     ),
     Disruption(
         "scale_ranks",
         "fewer ranks, then as many as before",
         role_disruptions.scale_ranks,
         needs_repair=False,
-        of_rollouts=True,
+        only=("rollouts", "stream"),
     ),
     Disruption(
         "kill_controller",
         "SIGKILL to the job's process, which Ray starts again",
         role_disruptions.kill_controller,
         per_episode=1,
-        of_rollouts=True,
+        only=("rollouts", "stream"),
     ),
 )
 DISRUPTIONS: Mapping[str, Disruption] = {kind.name: kind for kind in _KINDS}

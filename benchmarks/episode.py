@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks import soak_job, soak_rollouts
+from benchmarks import soak_job, soak_rollouts, soak_streams
 from benchmarks.disruptions import DisruptionRunner
 from benchmarks.soak_control import SoakControl, parse_disruption
-from benchmarks.soak_plan import WORLD_SIZE, Plan
+from benchmarks.soak_plan import Plan
 from benchmarks.soak_submission import (
     JOB_NAME,
     STREAM_FOLDER,
-    TIMEOUT_S,
     EventLogger,
     Recovery,
     Successor,
+    find_order,
     run_job,
+    timeout_s,
 )
 from benchmarks.soak_target import Target
-from rayzero.engine.data.sample_ledger import Order, check_ledger
+from rayzero.engine.data.sample_ledger import Order, check_ledger, read_ledger
 from rayzero.engine.data.sampling import SampleOrder
 
 RTOL, ATOL = 1e-9, 1e-12
@@ -32,13 +35,15 @@ RTOL, ATOL = 1e-9, 1e-12
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of an episode. `lost` lists the violated requirements."""
+    """Result of an episode. `lost` lists the violated requirements; `resizes` counts those to
+    another number of ranks, of the first submission."""
 
     plan: Plan
     seconds: float
     fired: list[str]
     recoveries: list[Recovery] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    resizes: int = 0
 
 
 def run(episode: Plan, folder: Path, nodes: int, replace_lost_nodes: Callable[[], None]) -> Outcome:
@@ -53,15 +58,17 @@ def run(episode: Plan, folder: Path, nodes: int, replace_lost_nodes: Callable[[]
     successor = Successor(episode, folder, nodes)
     output_dir = folder / JOB_NAME
     if episode.stream:
-        soak_job.write_stream(folder / STREAM_FOLDER)
+        points = soak_job.Points()
+        samples = [points[number] for number in range(len(points))]
+        soak_streams.write(episode.stream, folder / STREAM_FOLDER, samples)
     log = EventLogger(output_dir, control)
-    target = Target(output_dir, control, WORLD_SIZE, threading.Event(), successor.start)
+    target = Target(output_dir, control, episode.workers, threading.Event(), successor.start)
     disruptions = [text for text in episode.faults if parse_disruption(text) is not None]
     runner = DisruptionRunner(target, disruptions, episode.seed)
     runner.start()
     lost = []
     try:
-        deadline_s = start_s + TIMEOUT_S
+        deadline_s = start_s + timeout_s(episode)
         error = run_job(
             episode,
             folder,
@@ -93,18 +100,21 @@ def run(episode: Plan, folder: Path, nodes: int, replace_lost_nodes: Callable[[]
     elif not error:
         lost += _check_training(episode, folder)
     fired = [event.fault for event in soak_job.read_fired(str(output_dir))]
-    return Outcome(episode, time.monotonic() - start_s, fired, log.recoveries, lost)
+    return Outcome(episode, time.monotonic() - start_s, fired, log.recoveries, lost, log.resizes)
 
 
 def _check_training(episode: Plan, folder: Path) -> list[str]:
-    """Compares weights with plain torch, and the ledger with the order."""
+    """Compares weights with plain torch, and the ledger with the order. The samples of a stream are
+    those of a plain reader."""
     order: Order = SampleOrder(soak_job.LENGTH, episode.seed)
+    data: Any = soak_job.Points()
     if episode.stream:
-        stream = soak_job.open_stream(folder / STREAM_FOLDER)
-        order = stream.order(episode.seed, soak_job.SAMPLES)
+        order = find_order(episode, folder)
+        data = soak_streams.read_plainly(episode.stream, folder / STREAM_FOLDER)
     weights = torch.load(folder / JOB_NAME / "weights.pt", weights_only=True)
     batches = soak_job.batches_in_order(episode.steps, order)
-    (*_, expected) = soak_job.train_reference(batches, episode.seed)
+    bad = {it for batch in batches for it in batch if episode.has_bad and soak_streams.is_bad(it)}
+    (*_, expected) = soak_job.train_reference(batches, episode.seed, data, bad)
     problems = [
         f"weights: {name} differs from plain torch"
         for name in expected
@@ -112,4 +122,10 @@ def _check_training(episode: Plan, folder: Path) -> list[str]:
     ]
     ledger = folder / JOB_NAME / "ledger"
     mismatches = check_ledger(ledger, order, soak_job.SAMPLES, episode.steps)
-    return problems + [f"ledger: {it}" for it in mismatches]
+    problems += [f"ledger: {it}" for it in mismatches]
+    if episode.stream:
+        problems += soak_streams.check_order(episode.stream, data, batches)
+        skipped = [it for own in read_ledger(ledger, skipped=True).values() for it in own]
+        if Counter(skipped) != Counter(it for batch in batches for it in batch if it in bad):
+            problems.append(f"ledger: {len(skipped)} samples were left out, not the bad ones")
+    return problems

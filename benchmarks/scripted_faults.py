@@ -17,6 +17,8 @@ START_TIMEOUT_S = 240.0
 SWALLOW_TIMEOUT_S = 60.0
 """Many times the hang rule of the job."""
 ATTEMPTS = 5
+STEPS_WITHOUT = 2
+"""That a rank finishes without one that was killed, at least, where it was repaired."""
 STEPS_AHEAD = 4
 """From a request to the step in which all ranks find it."""
 READ_ONLY_S = (0.3, 1.5)
@@ -88,19 +90,25 @@ def kill_starting(target: Target, rng: random.Random) -> None:
 
 
 def swallow(target: Target, rng: random.Random) -> None:
-    """A rank's training function catches every exception, also that by which it must leave after
-    the death of another rank; the hang rule must end it."""
+    """A rank's training function catches every exception, also one by which it must leave after the
+    death of another rank: the hang rule must end it then. If the engine raises none, it trains
+    on."""
     victim, swallower = rng.sample(target.wait_for_generation(), 2)
     request = f"swallow-{swallower.pid}"
     target.control.request(request)
     target.wait(lambda: target.control.taken_by(request), START_TIMEOUT_S, "a rank that swallows")
     target.mark_fired()
     target.kill(victim.pid)
+    step = target.step() + STEPS_WITHOUT + 1  # the victim may have been about to end one
     target.wait(
-        lambda: not target.is_alive(swallower.pid),
+        lambda: not target.is_alive(swallower.pid) or _has_trained(target, swallower.pid, step),
         SWALLOW_TIMEOUT_S,
-        f"the end of process {swallower.pid}, which does not leave,",
+        f"the end of process {swallower.pid}, which does not leave, or its step {step}",
     )
+
+
+def _has_trained(target: Target, pid: int, step: int) -> bool:
+    return any(state.pid == pid and state.step >= step for state in target.ranks())
 
 
 def make_folder_read_only(target: Target, rng: random.Random) -> None:

@@ -3,10 +3,10 @@
     python -m benchmarks.soak --faults 100 --seed 1
     python -m benchmarks.soak --faults 100 --seed 1 --resume
 
-Jobs with three workers run one after another, each with a few faults: of the fault language, and
-others that are inflicted from outside. Each job must succeed, every fault must fire, the final
-weights must equal those of plain torch (float64, 1e-9 relative), and the ledger must show every
-sample exactly once. Otherwise the exit code is 1.
+Jobs with three workers, or two to five on a stream, run one after another, each with a few faults:
+of the fault language, and others that are inflicted from outside. Each job must succeed, every
+fault must fire, the final weights must equal those of plain torch (float64, 1e-9 relative), and the
+ledger must show every sample exactly once. Otherwise the exit code is 1.
 """
 
 from __future__ import annotations
@@ -48,19 +48,20 @@ DESCRIPTIONS = {
 }
 ROLLOUT_KINDS = (
     *("kill", "stop", "hang", "kill_vault", "kill_starting", "kill_role", "stop_role"),
-    *(name for name, kind in DISRUPTIONS.items() if kind.of_rollouts),
+    *(name for name, kind in DISRUPTIONS.items() if "rollouts" in kind.only),
 )
 """The default of jobs with rollouts: what concerns these, and takes seconds."""
 
 
-def kinds_for(nodes: int, rollouts: bool = False) -> list[str]:
-    """The kinds of faults that need no more than so many nodes, and that the job can have."""
-    found = [name for name in DESCRIPTIONS if _nodes_needed(name) <= nodes]
-    return found if rollouts else [name for name in found if not _is_of_rollouts(name)]
+def kinds_for(nodes: int, job: str = "") -> list[str]:
+    """The kinds of faults that need no more than so many nodes, and that the job can have, which is
+    one of "rollouts", or on a "stream"."""
+    return [name for name in DESCRIPTIONS if _nodes_needed(name) <= nodes and _fits(name, job)]
 
 
-def _is_of_rollouts(name: str) -> bool:
-    return name.endswith(OF_ROLE) or (name in DISRUPTIONS and DISRUPTIONS[name].of_rollouts)
+def _fits(name: str, job: str) -> bool:
+    only = DISRUPTIONS[name].only if name in DISRUPTIONS else ()
+    return not (only and job not in only) and (job == "rollouts" or not name.endswith(OF_ROLE))
 
 
 def why_not(name: str) -> str:
@@ -110,8 +111,8 @@ def _parse_outcome(entry: dict[str, Any]) -> Outcome:
 
 def remaining_episodes(options: argparse.Namespace, done: int) -> Iterator[Plan]:
     """Plans of the episodes after the first `done`."""
-    for number in range(done, math.ceil(options.faults / EPISODE_FAULTS)):
-        count = min(EPISODE_FAULTS, options.faults - number * EPISODE_FAULTS)
+    for number in range(done, math.ceil(options.faults / options.job_faults)):
+        count = min(options.job_faults, options.faults - number * options.job_faults)
         kinds, of_rollouts = options.kinds, options.rollouts
         yield plan(options.seed, number, count, kinds, options.nodes, of_rollouts, options.stream)
 
@@ -122,10 +123,18 @@ def format_outcome(outcome: Outcome) -> str:
     redone = sum(recovery.steps_redone for recovery in recoveries)
     verdict = "; ".join(outcome.lost) or "nothing lost"
     return (
-        f"episode {episode.number}: stage {episode.stage}, {episode.steps} steps, "
+        f"episode {episode.number}: {_describe_stream(episode)}stage {episode.stage}, "
+        f"{episode.steps} steps, "
         f"{outcome.seconds:.0f} s, {len(outcome.fired)} fired, {len(recoveries)} recoveries "
-        f"(max {longest_s:.2f} s), {redone} steps redone: {verdict}"
+        f"(max {longest_s:.2f} s), {redone} steps redone, {outcome.resizes} resizes: {verdict}"
     )
+
+
+def _describe_stream(episode: Plan) -> str:
+    bad = " with bad samples" * episode.has_bad
+    made = f"made in {episode.loader_processes} processes" if episode.loader_processes else ""
+    text = f"{episode.stream}{bad} {made}".strip()
+    return f"{text}, {episode.workers} ranks, " if episode.stream else ""
 
 
 def show(console: Console, outcomes: list[Outcome]) -> None:
@@ -163,6 +172,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--faults", type=int, default=100, help="total number of faults")
+    text = "faults of each job"
+    parser.add_argument("--job-faults", type=int, default=EPISODE_FAULTS, metavar="N", help=text)
     parser.add_argument("--seed", type=int, default=0, help="random seed of all schedules")
     parser.add_argument(
         "--nodes", type=int, default=1, choices=[*CPUS], help="nodes of the cluster"
@@ -177,12 +188,13 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--nccl-like", action="store_true", help=text)
     text = "jobs that train on rollouts, with roles; by default fewer kinds of faults"
     parser.add_argument("--rollouts", action="store_true", help=text)
-    text = "jobs whose data is a mixture of streams of Parquet and of JSON lines"
+    text = "jobs on a stream: Parquet, JSON lines, tar, a mixture or an iterable; of 2 to 5 ranks"
     parser.add_argument("--stream", action="store_true", help=text)
     parser.add_argument("--keep", action="store_true", help="keep the files of every episode")
     parser.add_argument("--resume", action="store_true", help="continue an existing record")
     options = parser.parse_args(arguments)
-    allowed = kinds_for(options.nodes, options.rollouts)
+    job = "rollouts" if options.rollouts else "stream" * options.stream
+    allowed = kinds_for(options.nodes, job)
     refused = {name: reason for name in allowed if (reason := why_not(name))}
     usual = ROLLOUT_KINDS if options.rollouts else allowed
     default = [name for name in allowed if name in usual and name not in refused]
@@ -194,7 +206,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     options.refused = refused
     if options.stream and options.rollouts:
         parser.error("a job trains on rollouts or on a stream")
-    if options.faults < 1:
+    if min(options.faults, options.job_faults) < 1:
         parser.error("at least one fault is required")
     options.state = options.state or Path(f"runs/soak-{options.seed}.json")
     return options
@@ -215,7 +227,7 @@ def main(arguments: list[str]) -> int:
         "seed": options.seed,
         "nodes": options.nodes,
         "kinds": options.kinds,
-        "episode_faults": EPISODE_FAULTS,
+        "episode_faults": options.job_faults,
         "rollouts": options.rollouts,
         "stream": options.stream,
     }
@@ -245,10 +257,13 @@ def main(arguments: list[str]) -> int:
     shutil.rmtree(control)
     lost = sum(bool(outcome.lost) for outcome in record.outcomes)
     fired = sum(len(outcome.fired) for outcome in record.outcomes)
+    resizes = sum(outcome.resizes for outcome in record.outcomes)
     console.print(format_machine(settings))
     show(console, record.outcomes)
     verdict = f"something was lost in {lost} of them" if lost else "nothing lost"
-    console.print(f"{fired} faults in {len(record.outcomes)} episodes: {verdict}")
+    console.print(
+        f"{fired} faults in {len(record.outcomes)} episodes: {verdict}; {resizes} resizes"
+    )
     return int(lost > 0)
 
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 
-import rayzero.data
+from benchmarks import soak_streams
 from benchmarks.soak_control import RankState, SoakControl, parse_disruption
 from rayzero.engine.data.sample_ledger import Order
-from rayzero.engine.data.streams.source import BlockStream
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import FaultFired, parse_fault
 from rayzero.workers.context import Context
@@ -32,8 +28,6 @@ LONG_CALL_S = 2.5
 """Below the job's hang rule, and over a hundred usual steps."""
 SWALLOW_PAUSE_S = 0.1
 SAVE_TIMEOUT_S = 3.0
-PARQUET_ROWS, BLOCK_ROWS, BLOCK_BYTES, WINDOW = 30, 4, 500, 3
-"""Of a job on a stream: blocks of 4 rows, windows of 3 blocks."""
 GROUP, PROMPTS = 3, list(range(7))
 """Of a job with rollouts."""
 
@@ -50,39 +44,18 @@ class Points:
         return x, x.sum().reshape(1).sin()
 
 
-def write_stream(folder: Path) -> None:
-    """The samples as files: the first ones in Parquet, the others as JSON lines."""
-    rows = [{"x": x.tolist(), "y": y.tolist()} for x, y in map(Points().__getitem__, range(LENGTH))]
-    folder.mkdir()
-    table = pa.Table.from_pylist(rows[:PARQUET_ROWS])
-    pq.write_table(table, folder / "a.parquet", row_group_size=BLOCK_ROWS)
-    lines = [json.dumps(row) + "\n" for row in rows[PARQUET_ROWS:]]
-    (folder / "b.jsonl").write_text("".join(lines))
-
-
-def open_stream(folder: Path) -> BlockStream:
-    """A mixture of both files, whose rows have the numbers of the samples."""
-
-    def to_tensors(row: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        return torch.from_numpy(row["x"]), torch.from_numpy(row["y"])
-
-    def of_file(name: str) -> BlockStream:
-        source = rayzero.data.blocks(folder / name, block_bytes=BLOCK_BYTES)
-        return rayzero.data.stream(source, WINDOW, transform=to_tensors)
-
-    return rayzero.data.mix({"a": (of_file("a.parquet"), 2), "b": (of_file("b.jsonl"), 1)})
-
-
 def make_model(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     layers = (nn.Linear(6, 33), nn.Tanh(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 1))
     return nn.Sequential(*layers).double()
 
 
-def engine_config(stage: int) -> dict[str, Any]:
+def engine_config(stage: int, micro_batch: int, loader: dict[str, int]) -> dict[str, Any]:
     return {
+        "rayzero": {"loader": loader},
         "gradient_clipping": 0,
         "train_batch_size": SAMPLES,
+        "train_micro_batch_size_per_gpu": micro_batch,
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.01}},
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 200},
     }
@@ -99,16 +72,20 @@ def train(ctx: Context) -> None:
         control.die_if_requested("joining")
     model, has_rollouts = make_model(ctx.seed), ctx.args["rollouts"]
     data: Any = None if has_rollouts else Points()
-    if folder := ctx.args["stream"]:
-        data = open_stream(Path(folder))
+    if ctx.args["stream"]:
+        given = ctx.args["stream"]
+        data = soak_streams.open_stream(
+            given["kind"], Path(given["folder"]), has_bad=given["has_bad"]
+        )
     engine, _, loader, _ = ctx.initialize(model=model, training_data=data)
     loader = ctx.rollouts(PROMPTS, engine) if has_rollouts else loader
     swallows = False
     for x, y in loader.until(ctx.steps):
         step = engine.progress.step
         control.report(RankState(ctx.rank, os.getpid(), step, ctx.world_size))
-        time.sleep(_pause_s(ctx, step))
-        _maybe_stay_long(control, step)
+        if engine.progress.micro_step == 0:
+            time.sleep(_pause_s(ctx, step))
+            _maybe_stay_long(control, step)
         swallows = swallows or control.take(f"swallow-{os.getpid()}")
         try:
             engine.backward(nn.functional.mse_loss(engine(x), y))
@@ -157,7 +134,9 @@ def _pause_s(ctx: Context, step: int) -> float:
         return LONG_PAUSE_S
     is_complete = ctx.world_size == ctx.args["world_size"]
     is_awaited = any(parse_disruption(text) is not None for text in due)
-    return SHORT_PAUSE_S if is_complete and not is_awaited else PAUSE_S
+    if is_complete and not is_awaited:
+        return SHORT_PAUSE_S
+    return min(PAUSE_S * max(1, len(due)), LONG_PAUSE_S)  # or the steps end before they can fire
 
 
 def _step_of(text: str) -> int:
@@ -188,14 +167,21 @@ def batches_in_order(steps: int, order: Order) -> list[list[int]]:
     return [order.indices(step * SAMPLES, SAMPLES).tolist() for step in range(steps)]
 
 
-def train_reference(batches: Iterable[list[int]], seed: int) -> Iterator[dict[str, Tensor]]:
-    """The weights after each step, trained by plain torch on these samples. They change with the
-    next step."""
-    model, data = make_model(seed), Points()
+def train_reference(
+    batches: Iterable[list[int]],
+    seed: int,
+    data: Sequence[soak_streams.Sample] | Mapping[int, soak_streams.Sample] | Points | None = None,
+    left_out: Collection[int] = (),
+) -> Iterator[dict[str, Tensor]]:
+    """The weights after each step, trained by plain torch on these samples, as if the loss of those
+    that are left out were 0. They change with the next step."""
+    model = make_model(seed)
+    data = Points() if data is None else data
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     for batch in batches:
-        x, y = (torch.stack(part) for part in zip(*map(data.__getitem__, batch), strict=True))
+        good = [data[it] for it in batch if it not in left_out]
+        x, y = (torch.stack(part) for part in zip(*good, strict=True))
         optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
+        (nn.functional.mse_loss(model(x), y) * (len(good) / len(batch))).backward()
         optimizer.step()
         yield {name: value.detach() for name, value in model.state_dict().items()}

@@ -13,11 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import soak_job, soak_rollouts
+from benchmarks import soak_job, soak_rollouts, soak_streams
 from benchmarks.clusters import connect_to_cluster
 from benchmarks.disruptions import DISRUPTIONS
 from benchmarks.soak_control import SoakControl, parse_disruption
-from benchmarks.soak_plan import WORLD_SIZE, Plan, fault_kind, kind_of
+from benchmarks.soak_plan import STREAM_WORKERS, WORLD_SIZE, Plan, fault_kind, kind_of
+from rayzero.engine.data.sample_ledger import Order
+from rayzero.engine.data.streams.readers import IterableStream
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.job.api import Job
 from rayzero.orchestrator.job.handle import JobHandle
@@ -38,8 +40,8 @@ from rayzero.workers.chaos.spec import FaultFired
 JOB_NAME = "soak"
 STREAM_FOLDER = "stream"
 """Beside the job's, of which faults damage files."""
-TIMEOUT_S = 600.0
-"""For a whole episode, of which a busy machine needs 300 s."""
+FAULT_TIMEOUT_S, LEAST_TIMEOUT_S = 120.0, 600.0
+"""For a whole episode: for each fault, at least. A busy machine needs half of it."""
 STOP_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 1.0
 CHECKPOINT_INTERVAL = 5
@@ -47,7 +49,7 @@ HANG_TIMEOUT_S = 4.0
 LEASE_S = 3.0
 START_TIMEOUT_S = 120.0
 """Also for a new process's first step, in which a fault may hang it."""
-CPUS = {1: WORLD_SIZE + 1, 2: WORLD_SIZE - 1}
+CPUS = {1: max(STREAM_WORKERS) + 1, 2: WORLD_SIZE - 1}
 """CPUs per node, by number of nodes. With two nodes, one cannot hold all workers."""
 NON_DISRUPTIVE = ("slow", "tear_file", "full_disk", "slow_store")
 """Faults of the language that require no repair."""
@@ -69,22 +71,32 @@ class Recovery:
     copied_redone: int = 0
 
 
+def timeout_s(episode: Plan) -> float:
+    return max(LEAST_TIMEOUT_S, FAULT_TIMEOUT_S * len(episode.faults))
+
+
 def make_job(episode: Plan, folder: Path) -> Job:
     """The job of an episode. Two calls return the same job."""
     of_rollouts: dict[str, Any] = {}
     if episode.rollouts:
         rollouts = Rollouts(group=soak_job.GROUP)
         of_rollouts = {"rollouts": rollouts, "roles": soak_rollouts.make_roles()}
+    stream: dict[str, Any] = {}
+    loader = {"num_workers": episode.loader_processes}
+    if episode.stream:
+        place = str(folder / STREAM_FOLDER)
+        stream = {"kind": episode.stream, "folder": place, "has_bad": episode.has_bad}
+        loader["max_bad_samples"] = count_bad_samples(episode, folder)
     return Job(
         name=JOB_NAME,
         entrypoint="benchmarks.soak_entry:train",
-        engine=soak_job.engine_config(episode.stage),
-        workers=Workers(min=1, max=WORLD_SIZE, start_timeout_s=START_TIMEOUT_S),
+        engine=soak_job.engine_config(episode.stage, episode.micro_batch, loader),
+        workers=Workers(min=1, max=episode.workers, start_timeout_s=START_TIMEOUT_S),
         args={
-            "world_size": WORLD_SIZE,
+            "world_size": episode.workers,
             "faults": list(episode.faults),
             "rollouts": episode.rollouts,
-            "stream": str(folder / STREAM_FOLDER) if episode.stream else "",
+            "stream": stream,
         },
         steps=episode.steps,
         seed=episode.seed,
@@ -98,6 +110,22 @@ def make_job(episode: Plan, folder: Path) -> Job:
         ledger=True,
         **of_rollouts,
     )
+
+
+def find_order(episode: Plan, folder: Path) -> Order:
+    """The order of the samples of a job on a stream."""
+    stream = soak_streams.open_stream(episode.stream, folder / STREAM_FOLDER, has_bad=False)
+    if isinstance(stream, IterableStream):
+        return stream.order(soak_job.SAMPLES)
+    return stream.order(episode.seed, soak_job.SAMPLES)
+
+
+def count_bad_samples(episode: Plan, folder: Path) -> int:
+    """The bad samples of all steps together: the job is allowed none more."""
+    if not episode.has_bad:
+        return 0
+    batches = soak_job.batches_in_order(episode.steps, find_order(episode, folder))
+    return sum(soak_streams.is_bad(number) for batch in batches for number in batch)
 
 
 def run_job(
@@ -123,7 +151,7 @@ def run_job(
                 return ""
             replace_lost_nodes()
         if not handle.wait(0.0):
-            return f"the job did not end within {TIMEOUT_S:g} s"
+            return f"the job did not end within {timeout_s(episode):g} s"
         handle.result()
     except RayzeroError as error:
         return f"the job failed: {error}"
@@ -140,6 +168,7 @@ class EventLogger:
 
     def __init__(self, output_dir: Path, control: SoakControl) -> None:
         self.recoveries: list[Recovery] = []
+        self.resizes = 0
         self._output_dir = output_dir
         self._control = control
         self._attributed: list[FaultFired] = []
@@ -167,6 +196,8 @@ class EventLogger:
             self._on_repaired(event)
         elif isinstance(event, Resized) and "vault" in event.reason:
             self.recoveries.append(Recovery("kill_vault", _seconds(event), 0))
+        elif isinstance(event, Resized):
+            self.resizes += 1
         elif isinstance(event, RunAdopted):
             self._adopted = event, now_s
         elif isinstance(event, RoleFault):
@@ -272,7 +303,7 @@ def main(arguments: list[str]) -> int:
     values, nodes = request["episode"], request["nodes"]
     episode = Plan(**(values | {"faults": tuple(values["faults"])}))
     log = EventLogger(path.parent / JOB_NAME, SoakControl.from_environment())
-    deadline_s = time.monotonic() + TIMEOUT_S
+    deadline_s = time.monotonic() + timeout_s(episode)
     with connect_to_cluster(nodes, CPUS[nodes]) as replace_lost_nodes:
         error = run_job(episode, path.parent, log, replace_lost_nodes, deadline_s)
     result = {"error": error, "recoveries": [asdict(entry) for entry in log.recoveries]}

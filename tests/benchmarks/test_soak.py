@@ -81,7 +81,10 @@ def test_fault_that_fired_too_few_times_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "kinds"),
     [
-        ("--stream --seed 3 --kinds kill,tear_file,long_step", ["long_step", "tear_file"]),
+        (
+            "--stream --seed 27 --kinds kill,tear_file,scale_ranks",
+            ["kill", "scale_ranks", "tear_file"],
+        ),
         (
             "--rollouts --seed 7 --kinds kill,kill_vault,kill_role",
             ["kill", "kill_role", "kill_vault"],

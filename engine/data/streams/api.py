@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import inf, isfinite
 from typing import Any
 
 from rayzero.engine.data.streams.block import BlockSource
@@ -79,12 +80,16 @@ def mix(
         raise ConfigError("mix({}) has no sources", "one or more", "name them: {'web': (web, 0.7)}")
     weights = {0: {name: weight for name, (_, weight) in sources.items()}}
     for step in sorted(changes or {}):
+        if step < 0:
+            raise ConfigError(f"changes of a mixture has step {step}", "0 or more")
         change = (changes or {})[step]
         _check_names("changes", change, sources)
         weights[step] = {**weights[max(it for it in weights if it <= step)], **change}
     _check_names("max_epochs", max_epochs or {}, sources)
-    if low := [epochs for epochs in (max_epochs or {}).values() if epochs <= 0]:
-        raise ConfigError(f"max_epochs is {low[0]}", "more than 0", "leave the source out")
+    if bad := [it for it in (max_epochs or {}).values() if not 0 < it < inf]:
+        raise ConfigError(f"max_epochs is {bad[0]}", "a number above 0", "leave the source out")
+    if bad := [it for own in weights.values() for it in own.values() if not isfinite(it)]:
+        raise ConfigError(f"the weight {bad[0]} of a mixture", "a number, 0 or more")
     parts = []
     for name, (source, _) in sources.items():
         given = source if isinstance(source, BlockStream) else stream(source)

@@ -84,6 +84,7 @@ class IterableSource(SampleSource):
         samples = []
         for position, (reader, row) in enumerate(places, start):
             if position not in self._kept:
+                check()  # the readers are the next iteration's, however long the last row took
                 sample = self._read_row(reader, row, check)
                 self._kept[position] = (numbers[position - start], sample)
             samples.append(self._kept[position][1])
@@ -121,12 +122,17 @@ class IterableSource(SampleSource):
             ) from error
 
     def _add_snapshot(self, number: int, snapshot: Snapshot) -> None:
+        # Read in this sequence, against that of `_set`: snapshots of a loaded state are older than
+        # those that an iteration still adds which is about to end, and would be dropped by them.
+        snapshots = self._snapshots
+        if self._split is None:
+            return
         oldest = max(0, self._progress.sample_cursor - self._progress.global_batch)
         needed_row = self._order.rows_before(oldest)[number]
-        known = {it.row: it for it in (*self._snapshots.get(number, ()), snapshot)}
+        known = {it.row: it for it in (*snapshots.get(number, ()), snapshot)}
         rows = sorted(known)
         first = max([0, *(place for place, row in enumerate(rows) if row <= needed_row)])
-        self._snapshots[number] = tuple(known[row] for row in rows[first:])
+        snapshots[number] = tuple(known[row] for row in rows[first:])
 
     def _get(self) -> dict[str, Any]:
         before = self._order.rows_before(self._progress.sample_cursor)
@@ -146,9 +152,9 @@ class IterableSource(SampleSource):
                 snapshot = Snapshot(*fields)
                 if number not in newest or newest[number].row < snapshot.row:
                     newest[number] = snapshot
+        self._split = None
         self._snapshots = {number: (snapshot,) for number, snapshot in newest.items()}
         self._order = self._stream.order(parts[0]["batch"])
-        self._split = None
 
 
 class _Reader:

@@ -138,6 +138,8 @@ class PackedBlocks:
         lists = column.combine_chunks()
         if lists.null_count:
             raise DataError(f"{lists.null_count} documents of {self.describe(block)} are missing")
+        if missing := lists.flatten().null_count:  # numpy would make some number of each
+            raise DataError(f"{missing} tokens of {self.describe(block)} are missing")
         return lists
 
     def _load_or_read(

@@ -92,12 +92,13 @@ class BlockStream:
     def identity(self, seed: int) -> dict[str, Any]:
         """Returns what the order depends on, by the words of an error."""
         identity: dict[str, Any] = {"seed": str(seed)}
-        for part in self.parts:
-            counts, name = part.source.counts, part.source.name
+        for part in self.parts:  # sources of a mixture may have one name, such as "ray"
+            counts, name = part.source.counts, redact_url(part.name)
             identity[f"blocks and rows of {name!r}"] = f"{len(counts)} and {int(counts.sum())}"
             identity[f"shuffle_window of {name!r}"] = str(part.window)
             identity[f"fingerprint of the data of {name!r}"] = part.source.fingerprint
         if self.mixture is not None:
+            identity["sources"] = ", ".join(redact_url(part.name) for part in self.parts)
             identity["weights by step"] = str(dict(sorted(self.mixture.weights.items())))
             identity["max_epochs"] = str(self.mixture.max_epochs)
         return identity

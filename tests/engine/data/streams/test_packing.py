@@ -153,3 +153,14 @@ def test_wrong_arguments_are_refused(options: Any, error: type[Exception], match
         PackedBlocks(Documents([[3]]), **options)
     with pytest.raises(DataError, match="has no tokens"):
         PackedBlocks(Documents([[0]]), 4)
+
+
+@pytest.mark.parametrize(
+    ("first", "match"),
+    [(None, "1 documents of documents 0"), ([4, None], "1 tokens of documents 0 are")],
+)
+def test_missing_documents_and_tokens_are_refused(first: Any, match: str) -> None:
+    documents = Documents([[3, 2]])
+    documents.tokens[0][0] = first
+    with pytest.raises(DataError, match=match):
+        PackedBlocks(documents, 4)

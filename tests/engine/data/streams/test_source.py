@@ -246,6 +246,22 @@ def test_state_of_another_stream_is_refused_and_its_batch_kept() -> None:
             loaded.set(saved.get())
 
 
+def test_each_source_of_a_mixture_is_compared_also_if_two_have_one_name() -> None:
+    """As those of `from_ray` and `from_hf` may have. Their sequence is compared, too."""
+    weight = 1.0
+    one, two, changed = (MemorySource([4] * count, "ray") for count in (3, 5, 4))
+    saved, loaded = Registered(), Registered()
+    make_source(rayzero.data.mix({"a": (one, weight), "b": (two, weight)}), 6, register=saved)
+    for sources, named in (
+        ({"a": changed, "b": two}, "blocks and rows of 'a': 3 and 12; now: 4 and 16"),
+        ({"b": two, "a": one}, "sources: a, b; now: b, a"),
+    ):
+        mixture = rayzero.data.mix({name: (it, weight) for name, it in sources.items()})
+        make_source(mixture, 6, register=loaded)
+        with pytest.raises(DataError, match=named):
+            loaded.set(saved.get())
+
+
 def test_columns_become_numbers_arrays_and_text() -> None:
     table = pa.table(
         {
@@ -329,6 +345,9 @@ def test_mixtures_name_what_is_wrong() -> None:
     for options, match in (
         ({"changes": {3: {"webb": 1.0}}}, "did you mean 'web'"),
         ({"max_epochs": {"web": 0}}, "max_epochs is 0"),
+        ({"max_epochs": {"web": float("nan")}}, "max_epochs is nan"),
+        ({"changes": {-1: {"web": 1.0}}}, "step -1"),
+        ({"changes": {3: {"web": float("inf")}}}, "weight inf"),
     ):
         with pytest.raises(ConfigError, match=match):
             rayzero.data.mix(pair, **options)
