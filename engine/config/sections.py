@@ -198,6 +198,9 @@ class LoaderConfig(ConfigSection):
     sample_timeout_s: PositiveFloat = implemented(
         600.0, "how long making one sample may take; then it is bad, and its process is ended"
     )
+    start_timeout_s: PositiveFloat = implemented(
+        600.0, "how long a process may take to start, with what it imports; then it is an error"
+    )
     max_bad_samples: NonNegativeInt = implemented(
         0,
         "samples of a job, over all ranks and restarts, that may raise, hang, or end their "

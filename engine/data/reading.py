@@ -76,9 +76,7 @@ class BatchReader:
         self._making: tuple[float, str] | None = None  # since when, and what
         self._pool: LoaderPool | None = None
         if source.maker is not None and config.num_workers:
-            self._pool = LoaderPool(
-                source.maker, source.seed, config.num_workers, config.sample_timeout_s
-            )
+            self._pool = LoaderPool(source.maker, source.seed, config)
 
     def read(
         self, split: StepSplit, cursor: int, done: int, steps: int, closed: threading.Event
@@ -207,7 +205,7 @@ class BatchReader:
         """The next good sample. It has no weight, so that the bad ones until there do not count."""
         for offset in range(self._config.max_bad_samples + 1):
             position = batch.step + batch.part.start + batch.part.read_count + offset
-            part = MicroBatch(0, 0, 0.0)
+            part = MicroBatch(0, 1, 0.0)
             _, raws = self._source.read(position, part, is_last=False, check=check)
             ticket = self._pool.submit(position, list(raws)) if self._pool is not None else None
             (sample,) = self._make_samples(raws, ticket, check)

@@ -11,6 +11,7 @@ import ray
 import xxhash
 
 from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.data.streams.identity import digest_ends
 from rayzero.engine.errors import ConfigError, DataError, first_line
 
 TIMEOUT_S = 600.0
@@ -37,11 +38,15 @@ def from_ray(dataset: Any, timeout_s: float = TIMEOUT_S) -> BlockSource:
     dataset.context.execution_options.preserve_order = True
     refs = dataset.materialize().to_arrow_refs()
     # Counted where the blocks are: nothing but the numbers comes here.
-    counts = np.array(ray.get([_count.remote(ref) for ref in refs], timeout=timeout_s), np.int64)
+    found = ray.get([_count.remote(ref) for ref in refs], timeout=timeout_s)
+    counts = np.array([count for count, _ in found], np.int64)
     if not counts.sum():
         raise DataError("the Ray dataset has no rows", "one row or more", "change the dataset")
     blocks = [ref for ref, count in zip(refs, counts, strict=True) if count]
-    return RayBlocks(blocks, counts[counts > 0], str(dataset.schema()), timeout_s)
+    identity = f"{dataset.schema()} {found}"
+    return RayBlocks(
+        blocks, counts[counts > 0], xxhash.xxh3_128_hexdigest(identity.encode()), timeout_s
+    )
 
 
 class RayBlocks:
@@ -53,12 +58,12 @@ class RayBlocks:
         self,
         refs: Sequence[Any],
         counts: np.ndarray[tuple[int], np.dtype[np.int64]],
-        columns: str,
+        fingerprint: str,
         timeout_s: float,
     ) -> None:
         self.counts = counts
+        self.fingerprint = fingerprint
         self._refs = refs
-        self._columns = columns
         self._timeout_s = timeout_s
 
     def read(self, block: int) -> pa.Table:
@@ -76,11 +81,7 @@ class RayBlocks:
     def describe(self, block: int) -> str:
         return f"Ray dataset, block {block}"
 
-    @property
-    def fingerprint(self) -> str:
-        return xxhash.xxh3_128_hexdigest(self._columns.encode() + self.counts.tobytes())
-
 
 @ray.remote(num_cpus=0)
-def _count(table: pa.Table) -> int:
-    return len(table)
+def _count(table: pa.Table) -> tuple[int, str]:
+    return len(table), digest_ends(table) if len(table) else ""

@@ -132,7 +132,8 @@ def iterable(
         rows: of each reader in an epoch, or of all alike.
         snapshot_every: rows of a reader between two snapshots of its state, which are part of the
             training state.
-        transform: makes a sample of a row, in the thread that reads ahead.
+        transform: makes a sample of a row, in the thread that reads ahead, or in
+            `rayzero.loader.num_workers` processes.
         replay: needs no state: a reader that begins again reads from the beginning of its epoch.
         read_ahead: rows of each reader that may be in memory before they are needed.
         read_timeout_s: how long one row may take.
@@ -154,8 +155,9 @@ def iterable(
     number = _count_readers(readers, shards)
     counts = (rows,) * number if isinstance(rows, int) else rows
     own = None if counts is None else tuple(counts)
+    name = getattr(getattr(source, "info", None), "dataset_name", None) or "iterable"
     return IterableStream(
-        make, number, own, snapshot_every, transform, replay, read_ahead, read_timeout_s
+        make, number, own, snapshot_every, transform, replay, read_ahead, read_timeout_s, name
     )
 
 

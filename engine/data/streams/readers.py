@@ -63,6 +63,7 @@ class IterableStream:
     replay: bool
     read_ahead: int
     read_timeout_s: float
+    name: str  # in metrics
 
     def __post_init__(self) -> None:
         for name in ("readers", "snapshot_every", "read_ahead", "read_timeout_s"):
