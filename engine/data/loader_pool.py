@@ -157,7 +157,7 @@ class LoaderPool:
         try:
             made = pickle.loads(answer)
         except Exception as error:  # noqa: BLE001 -- of the user's class: raised or counted
-            made = BadSample(f"it cannot be unpickled: {error}", cause=error)
+            made = BadSample(f"it cannot be unpickled: {error}", error)
         process.since_s = monotonic()
         if process.is_ready:
             ticket, index = process.tasks.popleft()
@@ -166,7 +166,7 @@ class LoaderPool:
             raise DataError(
                 f"the training data cannot be loaded in a process of the loader: {made.reason}",
                 fix="correct the dataset or transform, or set rayzero.loader.num_workers to 0",
-            ) from made.cause or RuntimeError(made.trace)
+            ) from made.cause
         process.is_ready = True
 
     def _replace(self, process: _LoaderProcess, reason: str) -> None:

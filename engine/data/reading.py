@@ -197,8 +197,7 @@ class BatchReader:
         limit = self._config.max_bad_samples
         seen = f"{self._source.describe(raw)} cannot be used: {bad.reason}"
         if self._bad > limit:
-            cause = bad.cause or (RuntimeError(bad.trace) if bad.trace else None)
-            raise bad_samples_error(seen, self._bad, limit) from cause
+            raise bad_samples_error(seen, self._bad, limit) from bad.cause
         log.warning("%s\n  it is left out: %d of at most %d", seen, self._bad, limit)
 
     def _find_filler(self, batch: _BegunBatch, check: Callable[[], None]) -> Any:

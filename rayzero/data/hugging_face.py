@@ -102,7 +102,12 @@ class HfShards:
     def __init__(self, dataset: Any, counts: Sequence[int] | None) -> None:
         self.name = dataset.info.dataset_name or "hf"
         self._dataset = dataset.with_format("arrow")
-        _check_rows_by_shard(dataset)
+        if named := next(filter(None, map(_NOT_BY_SHARD.get, hf_steps(dataset))), None):
+            raise ConfigError(
+                f"the iterable dataset has {named}",
+                "map, filter, select_columns",
+                "leave it out, or give the dataset to rayzero.data.iterable",
+            )
         number = dataset.num_shards
         if counts is not None and len(counts) != number:
             raise ConfigError(f"{len(counts)} counts are given", f"{number}, the shards", "counts")
@@ -165,17 +170,7 @@ class HfShards:
         compared = np.linspace(0, len(self._shards) - 1, _COMPARED_SHARDS, dtype=np.int64)
         rows = [
             digest_ends(table)
-            for shard in self._shards[np.unique(compared)].tolist()
-            for table in self._read_parts(shard, 0)
+            for shard in self._shards[np.unique(compared)]
+            for table in self._read_parts(int(shard), 0)
         ]
         return xxhash.xxh3_128_hexdigest(f"{columns} {rows}".encode() + counts)
-
-
-def _check_rows_by_shard(dataset: Any) -> None:
-    for name in hf_steps(dataset):
-        if found := _NOT_BY_SHARD.get(name):
-            raise ConfigError(
-                f"the iterable dataset has {found}",
-                "map, filter, select_columns",
-                "leave it out, or give the dataset to rayzero.data.iterable",
-            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,34 +44,25 @@ def from_ray(dataset: Any, timeout_s: float = TIMEOUT_S) -> BlockSource:
     if not counts.sum():
         raise DataError("the Ray dataset has no rows", "one row or more", "change the dataset")
     blocks = [ref for ref, count in zip(refs, counts, strict=True) if count]
-    identity = f"{dataset.schema()} {found}"
-    return RayBlocks(
-        blocks, counts[counts > 0], xxhash.xxh3_128_hexdigest(identity.encode()), timeout_s
-    )
+    fingerprint = xxhash.xxh3_128_hexdigest(f"{dataset.schema()} {found}".encode())
+    return RayBlocks(blocks, counts[counts > 0], fingerprint, timeout_s)
 
 
+@dataclass(eq=False)
 class RayBlocks:
     """References to blocks in Ray's object store, and their counts."""
 
-    name = "ray"
-
-    def __init__(
-        self,
-        refs: Sequence[Any],
-        counts: np.ndarray[tuple[int], np.dtype[np.int64]],
-        fingerprint: str,
-        timeout_s: float,
-    ) -> None:
-        self.counts = counts
-        self.fingerprint = fingerprint
-        self._refs = refs
-        self._timeout_s = timeout_s
+    refs: Sequence[Any]
+    counts: np.ndarray[tuple[int], np.dtype[np.int64]]
+    fingerprint: str
+    timeout_s: float
+    name: str = "ray"
 
     def read(self, block: int) -> pa.Table:
         """All rows of a block. Thread-safe. Raises DataError, which names the block, if it was lost
         and Ray cannot make it again, or does not arrive in time."""
         try:
-            return ray.get(self._refs[block], timeout=self._timeout_s)
+            return ray.get(self.refs[block], timeout=self.timeout_s)
         except ray.exceptions.RayError as error:
             raise DataError(
                 f"{self.describe(block)} cannot be read: {first_line(error)}",

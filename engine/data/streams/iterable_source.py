@@ -6,21 +6,22 @@ that rank knows the snapshot: each rank stores what it knows with its part of th
 and every rank gets the parts of all, whenever a state is loaded or the ranks change. So ranks
 exchange nothing during steps.
 
-Threads. `begin` and `read` are called by the loader's thread; `_get` and `_set` by the training
-thread, concurrently. They share `_snapshots`, of which each value is replaced as a whole, and which
-`_get` copies; a snapshot is true whoever took it, so one of a thread that is about to end does no
-harm. A reader's thread ends when the reader is dropped: where ranks have changed, a state is
-loaded, a row is needed again, or with the source. It is not waited for: a row that hangs delays no
-repair.
+Threads. `begin` and `read` are called by the loader's thread; `_get`, `_set` and `take_counts` by
+the training thread, concurrently. They share `_snapshots`, of which each value is replaced as a
+whole, and `_uses`, whose numbers grow; both are copied before they are used. A snapshot is true
+whoever took it, so one of a thread that is about to end does no harm. A reader's thread ends when
+the reader is dropped: where ranks have changed, a state is loaded, a row is needed again, or with
+the source. It is not waited for: a row that hangs delays no repair.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Empty
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 from rayzero.engine.data.prefetch import Prefetch
 from rayzero.engine.data.sample_source import Register, SampleSource
@@ -28,11 +29,26 @@ from rayzero.engine.data.sampling import MicroBatch, StepSplit, TrainingProgress
 from rayzero.engine.data.streams.cache import CHECK_INTERVAL_S
 from rayzero.engine.data.streams.identity import check_identity
 from rayzero.engine.data.streams.readers import IterableStream, ReadRow, Snapshot, read_rows
-from rayzero.engine.data.streams.source import StreamRow, transform_row
+from rayzero.engine.data.streams.source import StreamRow, Transform, transform_row
 from rayzero.engine.errors import DataError
 
 STATE_NAME = "rayzero.iterable"
 """The registered state with the snapshots, and what the order of the samples depends on."""
+
+
+class _KeptRow(NamedTuple):
+    """A row and its number; and the sample that this process has made of it: once, because a
+    transform may change the row."""
+
+    number: int
+    row: StreamRow
+    made: list[Any]
+
+
+def _make_once(transform: Transform, kept: _KeptRow) -> Any:
+    if not kept.made:
+        kept.made.append(transform_row((transform,), kept.row))
+    return kept.made[0]
 
 
 class IterableSource(SampleSource):
@@ -56,16 +72,16 @@ class IterableSource(SampleSource):
         self._stream = stream
         self.seed = seed
         if stream.transform is not None:
-            self.maker = partial(transform_row, (stream.transform,))
+            self.maker = partial(_make_once, stream.transform)
         self._progress = progress
         self._order = stream.order(progress.global_batch)
         self.length = self._order.length
         self._split: StepSplit | None = None  # that the readers are for
         self._readers: dict[int, _Reader] = {}
-        self._kept: dict[int, tuple[int, StreamRow]] = {}  # rows and their numbers, by position
-        self._last: tuple[int, StreamRow] | None = None
-        self._uses = {"hits": 0, "waits": 0}  # of rows, counted by the loader's thread
-        self._taken_uses = {**self._uses}
+        self._kept: dict[int, _KeptRow] = {}  # by position
+        self._last: _KeptRow | None = None
+        self._uses = Counter[str]()  # of rows, counted by the loader's thread
+        self._taken_uses = Counter[str]()
         # By reader, in ascending order: from the last one before the step that may be lost on.
         self._snapshots: dict[int, tuple[Snapshot, ...]] = {}
         register(STATE_NAME, self._get, self._set)
@@ -92,26 +108,26 @@ class IterableSource(SampleSource):
         for position, (number, reader, row) in enumerate(places, start):
             if position not in self._kept:
                 values = self._read_row(reader, row, check)
-                self._kept[position] = (number, StreamRow(0, reader, row, values))
+                self._kept[position] = _KeptRow(number, StreamRow(0, reader, row, values), [])
             read.append(self._kept[position])
         self._last = read[-1]
         return self._give(read)
 
-    def _give(self, read: list[tuple[int, StreamRow]]) -> tuple[list[int], list[Any]]:
-        numbers, rows = [number for number, _ in read], [row for _, row in read]
-        return numbers, [row.values for row in rows] if self.maker is None else rows
+    def _give(self, read: list[_KeptRow]) -> tuple[list[int], list[Any]]:
+        raws = read if self.maker is not None else [it.row.values for it in read]
+        return [it.number for it in read], raws
 
     def take_counts(self) -> dict[str, dict[str, int]]:
         """As `StreamSource.take_counts`: the `samples` of this rank in the step that has ended, and
         how often one of its rows was there when it was needed, `hits`, or not, `waits`."""
-        now = {**self._uses}
-        counts = {kind: number - self._taken_uses[kind] for kind, number in now.items()}
+        now = self._uses.copy()
+        counts = now - self._taken_uses
         self._taken_uses = now
-        counts["samples"] = sum(part.count for part in self._split or ())
-        return {self._stream.name: counts}
+        samples = sum(part.count for part in self._split or ())
+        return {self._stream.name: {**counts, "samples": samples}}
 
-    def describe(self, raw: StreamRow) -> str:
-        return f"row {raw.row} of reader {raw.block}"
+    def describe(self, raw: _KeptRow) -> str:
+        return f"row {raw.row.row} of reader {raw.row.block}"
 
     def _read_row(self, number: int, row: int, check: Callable[[], None]) -> Any:
         reader = self._readers.get(number)
@@ -147,8 +163,7 @@ class IterableSource(SampleSource):
         snapshots = {}
         for number, known in self._snapshots.copy().items():
             if passed := [it for it in known if it.row <= before[number]]:
-                last = passed[-1]
-                snapshots[number] = [last.row, last.epoch, last.first, last.state]
+                snapshots[number] = [*passed[-1]]
         identity = self._stream.identity()
         return {"batch": self._order.group, "identity": identity, "snapshots": snapshots}
 
@@ -157,9 +172,8 @@ class IterableSource(SampleSource):
         newest: dict[int, Snapshot] = {}
         for part in parts:
             for number, fields in part["snapshots"].items():
-                snapshot = Snapshot(*fields)
-                if number not in newest or newest[number].row < snapshot.row:
-                    newest[number] = snapshot
+                known = newest.get(number, Snapshot())
+                newest[number] = max(known, Snapshot(*fields), key=lambda it: it.row)
         self._snapshots = {number: (snapshot,) for number, snapshot in newest.items()}
         self._order = self._stream.order(parts[0]["batch"])
         self._split = None

@@ -10,9 +10,9 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Dataset, DistributedSampler, RandomSampler
 
 from rayzero.engine.data.sample_source import Register
@@ -115,6 +115,5 @@ def check_sampler(loader: Any) -> None:
 
 def _ranges(positions: Sequence[int]) -> list[tuple[int, int]]:
     """Returns where ranges of consecutive positions begin, and their lengths."""
-    breaks = [at for at, (one, other) in enumerate(pairwise(positions), 1) if other != one + 1]
-    edges = [0, *breaks, len(positions)]
-    return [(positions[begin], end - begin) for begin, end in pairwise(edges) if end > begin]
+    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+    return [(int(part[0]), len(part)) for part in np.split(positions, breaks) if len(part)]

@@ -32,8 +32,7 @@ _WAYS_OUT = (
 )
 
 
-@dataclass(frozen=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """A place where a reader can begin: before its row `row`, counted over all epochs.
 
     Attributes:

@@ -230,7 +230,8 @@ def test_fewer_rows_than_a_snapshot_interval_are_read_again(every: int) -> None:
 
 def test_an_iteration_that_begins_anew_reads_nothing_again() -> None:
     begun: list[Any] = []
-    stream = make_stream([1000] * 2, begun)
+    made: list[Any] = []
+    stream = make_stream([1000] * 2, begun, transform=lambda row: made.append(row) or row)
     progress = TrainingProgress(global_batch=4)
     source = IterableSource(stream, 0, progress, lambda *_: None)
     own = MicroBatches(progress, StepSplit(assign_step(4, 1, 0, 2)))
@@ -243,6 +244,7 @@ def test_an_iteration_that_begins_anew_reads_nothing_again() -> None:
         own.forget()
     assert Counter(samples) == Counter(islice(in_turn([1000] * 2, endless=False), 80))
     assert len(begun) == 2
+    assert len(set(made)) == len(made) >= 80, "a transform may change its row"
 
 
 class Node:
@@ -453,11 +455,13 @@ def train(rank: int, world: int, folder: str, steps: int) -> list[Any]:
     assert loader is not None
     if steps:
         engine.load_checkpoint(folder)
-    seen = []
+    seen, counted = [], Counter[str]()
     for batch in loader.until(steps + 5):
         seen += batch[:, 0].tolist()
         engine.backward(engine(batch).square().mean())
         engine.step()
+        counted += engine.internals.meter.step_work.take_stream_counts()["iterable"]
+    assert counted["samples"] == len(seen) <= counted["hits"] + counted["waits"]
     engine.save_checkpoint(folder)
     assert engine.state.complete_on_rank == (world == 1)
     engine.close()
