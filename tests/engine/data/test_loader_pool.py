@@ -199,6 +199,15 @@ def test_training_data_that_cannot_be_sent_or_loaded() -> None:
     with pytest.raises(DataError, match="cannot be loaded in a process of the loader: ValueError"):
         read_steps(make_loader(lambda index: unloadable), 1)
 
+    class Slow:
+        def __reduce__(self) -> Any:
+            return time.sleep, (1000,)
+
+    slow = Slow()
+    with pytest.raises(DataError, match=r"did not start: it was not done within 0\.5 s") as caught:
+        read_steps(make_loader(lambda index: slow, start_timeout_s=0.5), 1)
+    assert "start_timeout_s" in caught.value.fix
+
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_row_is_named_by_source_block_and_row(workers: int) -> None:
