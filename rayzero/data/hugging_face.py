@@ -164,13 +164,17 @@ class HfShards:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hashes columns and counts, and rows at the beginning of a few shards, which it reads."""
+        """Hashes columns and counts, and rows at the beginning of a few shards, which it reads.
+        Raises ConfigError if one has other rows each time."""
         counts = np.stack([self._shards, self.counts]).tobytes()
         columns = f"{self.name} {self._dataset.num_shards} {self._dataset.column_names}"
         compared = np.linspace(0, len(self._shards) - 1, _COMPARED_SHARDS, dtype=np.int64)
-        rows = [
-            digest_ends(table)
-            for shard in self._shards[np.unique(compared)]
-            for table in self._read_parts(int(shard), 0)
-        ]
+        shards = self._shards[np.unique(compared)].tolist()
+        rows = [digest_ends(next(self._read_parts(it, 0))) for it in (*shards, shards[0])]
+        if rows.pop() != rows[0]:
+            raise ConfigError(
+                f"shard {shards[0]} of {self.name} has other rows each time",
+                "a dataset that yields the same rows each time",
+                "give random changes of rows to rayzero.data.stream(transform=)",
+            )
         return xxhash.xxh3_128_hexdigest(f"{columns} {rows}".encode() + counts)

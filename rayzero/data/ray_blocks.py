@@ -21,10 +21,12 @@ TIMEOUT_S = 600.0
 def from_ray(dataset: Any, timeout_s: float = TIMEOUT_S) -> BlockSource:
     """Run a Ray dataset's transforms, on Ray's CPUs, and read its blocks from the object store.
 
-    Its order is that of the input (`preserve_order`). Call it once, in the process that submits the
-    job, and pass the source on: a call in each worker would run the transforms in each. The blocks
-    live as long as that process; of a dataset that must outlive it, or is larger than the object
-    store, write files: `dataset.write_parquet(url)`, then `rayzero.data.blocks(url)`.
+    Its order is that of the input (`preserve_order`). A job can be resumed if the transforms make
+    the same rows again: random ones belong in `rayzero.data.stream(transform=)`. Call it once, in
+    the process that submits the job, and pass the source on: a call in each worker would run the
+    transforms in each. The blocks live as long as that process; of a dataset that must outlive it,
+    or is larger than the object store, write files: `dataset.write_parquet(url)`, then
+    `rayzero.data.blocks(url)`.
 
     Args:
         dataset: a `ray.data.Dataset`.

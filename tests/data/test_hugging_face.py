@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -108,6 +109,9 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ]:
         with pytest.raises(ConfigError, match=message):
             from_hf(dataset)
+    changing = numbers().to_iterable_dataset().map(lambda row: {"x": time.monotonic_ns()})
+    with pytest.raises(ConfigError, match="shard 0 of hf has other rows each time"):
+        _ = from_hf(changing).fingerprint
     monkeypatch.setattr("rayzero.data.hugging_face.MAX_SHARD_ROWS", 30)
     with pytest.raises(ConfigError, match="more than 30 rows, or no end"):
         from_hf(stream.repeat(None))
