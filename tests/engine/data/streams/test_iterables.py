@@ -238,6 +238,8 @@ def test_an_iteration_that_begins_anew_reads_nothing_again() -> None:
     loader = StepLoader(source, own, collate_fn=list)
     samples = []
     for _ in range(20):
+        next(loader.steps(2))  # and reads ahead
+        own.forget()
         for batch in loader.steps(1):
             samples += batch
         progress.sample_cursor += 4
