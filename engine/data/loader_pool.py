@@ -122,7 +122,10 @@ class LoaderPool:
             process.tasks.extend(tasks)
             process.since_s = monotonic()
             items = [(ticket.position + index, ticket.raws[index]) for ticket, index in tasks]
-            message = _dump((self._seed, items))
+            try:  # ten times as fast, for text
+                message = pickle.dumps((self._seed, items), 5)
+            except Exception:  # noqa: BLE001 -- of the user's classes
+                message = _dump((self._seed, items))
             with suppress(ConnectionError):  # it has ended, which the next poll sees
                 process.connection.send_bytes(message)
 
