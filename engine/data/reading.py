@@ -126,10 +126,11 @@ class BatchReader:
         part, is_last = split[turn], turn == len(split) - 1
         numbers, raws = self._source.read(start, part, is_last=is_last, check=check)
         check()
-        ticket = (
-            self._pool.submit(start + part.start, list(raws)) if self._pool is not None else None
-        )
+        ticket = self._submit(start + part.start, raws)
         return _BegunBatch(start, turn, part, is_last, numbers, raws, ticket)
+
+    def _submit(self, position: int, raws: Sequence[Any]) -> SampleTicket | None:
+        return None if self._pool is None else self._pool.submit(position, list(raws))
 
     def _waits_for_more(self, begun: deque[_BegunBatch]) -> bool:
         """Whether the processes would be idle while nothing more than these is begun."""
@@ -206,8 +207,7 @@ class BatchReader:
             position = batch.step + batch.part.start + batch.part.read_count + offset
             part = MicroBatch(0, 1, 0.0)
             _, raws = self._source.read(position, part, is_last=False, check=check)
-            ticket = self._pool.submit(position, list(raws)) if self._pool is not None else None
-            (sample,) = self._make_samples(raws, ticket, check)
+            (sample,) = self._make_samples(raws, self._submit(position, raws), check)
             if not isinstance(sample, BadSample):
                 return sample
         raise DataError(

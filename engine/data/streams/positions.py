@@ -53,7 +53,7 @@ class StreamDataset(BlockStream, Dataset[Any]):
     def keep_identity(self, register: Register) -> None:
         """Registers what the order depends on with a training state: it is compared when that is
         loaded."""
-        self._make_source((os.getpid(), self._find_seed()), register)
+        self._source(register)
 
     def __getstate__(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -65,15 +65,12 @@ class StreamDataset(BlockStream, Dataset[Any]):
         whose locks may be held."""
         return {}
 
-    def _source(self) -> StreamSource:
+    def _source(self, register: Register | None = None) -> StreamSource:
         key = os.getpid(), self._find_seed()
-        return self._sources.get(key) or self._make_source(key, lambda *_: None)
-
-    def _make_source(self, key: tuple[int, int], register: Register) -> StreamSource:
-        _, seed = key
-        made = StreamSource(self, seed, TrainingProgress(global_batch=1), register)
-        self._sources[key] = made
-        return made
+        if register is not None or key not in self._sources:
+            progress = TrainingProgress(global_batch=1)
+            self._sources[key] = StreamSource(self, key[1], progress, register or (lambda *_: None))
+        return self._sources[key]
 
     def _find_seed(self) -> int:
         """The job's; in a thread or a process that does not know it, the one that was found

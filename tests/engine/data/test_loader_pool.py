@@ -309,7 +309,8 @@ def test_fifty_rebuilds_leave_nothing() -> None:
         return *files, len(own.children(recursive=True)), os.listdir("/dev/shm"), own.num_threads()
 
     next(make_loader(lambda index: index).steps(1))
-    before = count()
+    while (before := count()) != count():  # the server closes a file after it has answered
+        time.sleep(0.1)
     for number in range(50):
         loader = make_loader(lambda index: index)
         batches = loader.steps(9)
@@ -318,6 +319,9 @@ def test_fifty_rebuilds_leave_nothing() -> None:
         if number % 3:
             loader.close()
         del loader, batches  # no cycle holds them
+    until_s = time.monotonic() + END_S
+    while count() != before and time.monotonic() < until_s:
+        time.sleep(0.1)
     assert count() == before
 
 
