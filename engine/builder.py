@@ -248,10 +248,11 @@ def make_loader(
         data = stream(data)
     if isinstance(data, BlockStream):
         data = StreamSource(data, seed, step.micro_batches.progress, step.state.register)
-        step.meter.step_work.take_stream_counts = data.take_counts
     if isinstance(data, IterableStream):
         register = partial(step.state.register, shared=True)
-        data = IterableSource(data, step.micro_batches.progress, register)
+        data = IterableSource(data, seed, step.micro_batches.progress, register)
+    if isinstance(data, StreamSource | IterableSource):
+        step.meter.step_work.take_stream_counts = data.take_counts
     if not isinstance(data, SampleSource):
         data = DatasetSource(data, seed)
     return StepLoader(

@@ -21,7 +21,7 @@ _LIBRARIES = (_PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("pureli
 _COLLECTIVES = str(Path(sysconfig.get_path("purelib"), "torch", "distributed"))
 _PREFETCH = "rayzero-prefetch"
 """The loader's thread."""
-_READS = ("fetch_samples", "fetch_item", "transform_row", "make_sample", "_make_samples")
+_READS = ("read_samples", "fetch_item", "transform_row", "make_sample", "_make_samples")
 """Its functions that call a dataset, or a transform."""
 _frames_lock = Lock()
 

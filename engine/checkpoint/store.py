@@ -11,10 +11,11 @@ from rayzero.engine.errors import ConfigError, did_you_mean
 _REMOTE_SCHEMES = ("s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss")
 
 
-def open_store(url: str, setting: str = "checkpoint.path") -> Store:
+def open_store(url: str, setting: str = "checkpoint.path", *, retries: bool = True) -> Store:
     """The store with this top folder: a path, or a file://, s3://, gs:// or hdfs:// URL. It need
-    not exist yet. Raises ConfigError, which names `setting`, if the URL's scheme is not supported,
-    or an option in it is wrong; StoreError if the service cannot be reached."""
+    not exist yet. Without `retries` S3's client repeats nothing: the caller does. Raises
+    ConfigError, which names `setting`, if the URL's scheme is not supported, or an option in it is
+    wrong; StoreError if the service cannot be reached."""
     if not is_remote(url):
         return LocalStore(Path(local_path(url)))
     scheme = urlsplit(url).scheme
@@ -27,7 +28,7 @@ def open_store(url: str, setting: str = "checkpoint.path") -> Store:
     # Imported here: pyarrow takes longer to import than a vault to start, and disks do not need it.
     from rayzero.engine.checkpoint.store_remote import RemoteStore
 
-    return RemoteStore(url, setting)
+    return RemoteStore(url, setting, retries=retries)
 
 
 def is_remote(url: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -25,12 +26,14 @@ _EDGE_BYTES = 64 * 1024  # read back from the beginning and the end of a written
 class RemoteStore(Store):
     """An object store or HDFS. Confirmed writes are read back and compared."""
 
-    def __init__(self, url: str, setting: str = "checkpoint.path") -> None:
+    def __init__(self, url: str, setting: str = "checkpoint.path", *, retries: bool = True) -> None:
         """The URL may have options in its query, as pyarrow's `FileSystem.from_uri` accepts them:
         `s3://bucket/path?endpoint_override=host:port&scheme=http`. Credentials are found as by the
-        service's own tools: environment variables, files, instance metadata. Raises ConfigError if
-        pyarrow does not accept the URL."""
+        service's own tools: environment variables, files, instance metadata. Without `retries` S3's
+        client repeats nothing by itself. Raises ConfigError if pyarrow does not accept the URL."""
         self.url = url
+        self._setting = setting
+        self._retries = retries
         try:
             with store_errors(url):
                 self._fs, self._root = fs.FileSystem.from_uri(_with_default_options(url))
@@ -40,6 +43,11 @@ class RemoteStore(Store):
                 allowed="a path, or a URL that pyarrow.fs.FileSystem.from_uri accepts",
                 fix=setting,
             ) from None
+        if self._fs.type_name == "s3" and not retries:
+            self._fs = _without_retries(self._fs)
+
+    def __reduce__(self) -> Any:  # pyarrow pickles a file system without its retry strategy
+        return partial(RemoteStore, retries=self._retries), (self.url, self._setting)
 
     def list_folder(self, folder: str = "") -> list[StoreEntry]:
         path = self._path(folder)
@@ -159,6 +167,14 @@ class RemoteReadStream(ReadStream):
 
     def close(self) -> None:
         self._file.close()
+
+
+def _without_retries(own: Any) -> Any:
+    """The same file system with other retries. It stays as it is if pyarrow does not tell all of
+    its options."""
+    kind, options = type(own), own.__reduce__()[1][0]
+    other = kind(**options, retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1))
+    return other if other == own else own
 
 
 def _to_store_entry(info: Any) -> StoreEntry:

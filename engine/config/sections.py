@@ -191,12 +191,15 @@ class LoaderConfig(ConfigSection):
     num_workers: NonNegativeInt = implemented(
         0,
         "processes of each rank that make samples: of a map-style dataset its items, of a stream "
-        "its `transform`. 0: the thread that reads ahead. In a process a sample's random numbers "
-        "(`random`, `numpy.random`, torch on the CPU) are seeded by the job's seed and the "
-        "sample's position",
+        "or an iterable its `transform`. 0: the thread that reads ahead. In a process a sample's "
+        "random numbers (`random`, `numpy.random`, torch on the CPU) are seeded by the job's seed "
+        "and the sample's position",
     )
     sample_timeout_s: PositiveFloat = implemented(
         600.0, "how long making one sample may take; then it is bad, and its process is ended"
+    )
+    start_timeout_s: PositiveFloat = implemented(
+        600.0, "how long a process may take to start, with what it imports; then it is an error"
     )
     max_bad_samples: NonNegativeInt = implemented(
         0,

@@ -57,10 +57,9 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class BadSample:
-    """Stands for a sample that could not be made. `trace` is empty if `cause` has it."""
+    """Stands for a sample that could not be made. A process gives the `cause` as text."""
 
     reason: str
-    trace: str = ""
     cause: BaseException | None = None
 
 
@@ -69,7 +68,7 @@ def make_sample(maker: SampleMaker, raw: Any) -> Any:
     try:
         return maker(raw)
     except Exception as error:  # noqa: BLE001 -- of the user's code: raised or counted by the caller
-        return BadSample(f"{type(error).__name__}: {error}", cause=error)
+        return BadSample(f"{type(error).__name__}: {error}", error)
 
 
 class LoaderServer:
@@ -155,7 +154,7 @@ def serve(control_file: int, parent: int) -> None:
         return
     if os.getppid() != parent:
         return
-    import_module("rayzero.engine.data.streams.source")  # what the makers are of
+    import_module("rayzero.engine.data.streams.iterable_source")  # what the makers are of
     libc = ctypes.CDLL(None)
     gc.collect()
     gc.freeze()  # a collection in a process would copy all pages
@@ -217,8 +216,7 @@ def _make_samples(connection: Connection) -> None:
     except EOFError:
         raise
     except Exception as error:  # noqa: BLE001 -- of the user's modules: raised in the rank
-        reason = f"{type(error).__name__}: {error}"
-        connection.send_bytes(dump(BadSample(reason, traceback.format_exc())))
+        connection.send_bytes(_dump_bad(f"{type(error).__name__}: {error}", error))
         return
     connection.send_bytes(dump(None))
     while True:
@@ -237,13 +235,18 @@ def _seed_sample(seed: int, position: int) -> None:
 
 
 def _dump_made(made: Any) -> bytes:
-    if isinstance(made, BadSample) and made.cause is not None:  # which may not be picklable
-        return dump(BadSample(made.reason, "".join(traceback.format_exception(made.cause))))
+    if isinstance(made, BadSample) and made.cause is not None:
+        return _dump_bad(made.reason, made.cause)
     try:
         return dump(made)
     except Exception as error:  # noqa: BLE001 -- what the user's code returned
-        reason = f"it cannot be pickled: {type(error).__name__}: {error}"
-        return dump(BadSample(reason, traceback.format_exc()))
+        return _dump_bad(f"it cannot be pickled: {type(error).__name__}: {error}", error)
+
+
+def _dump_bad(reason: str, error: BaseException) -> bytes:
+    """The error itself may not be picklable."""
+    text = "".join(traceback.format_exception(error))
+    return dump(BadSample(reason, RuntimeError(text)))
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

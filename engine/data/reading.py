@@ -77,9 +77,7 @@ class BatchReader:
         self._making: tuple[float, str] | None = None  # since when, and what
         self._pool: LoaderPool | None = None
         if source.maker is not None and config.num_workers:
-            self._pool = LoaderPool(
-                source.maker, source.seed, config.num_workers, config.sample_timeout_s
-            )
+            self._pool = LoaderPool(source.maker, source.seed, config)
 
     def read(
         self, split: StepSplit, cursor: int, done: int, steps: int, closed: threading.Event
@@ -129,10 +127,11 @@ class BatchReader:
         part, is_last = split[turn], turn == len(split) - 1
         numbers, raws = self._source.read(start, part, is_last=is_last, check=check)
         check()
-        ticket = (
-            self._pool.submit(start + part.start, list(raws)) if self._pool is not None else None
-        )
+        ticket = self._submit(start + part.start, raws)
         return _BegunBatch(start, turn, part, is_last, numbers, raws, ticket)
+
+    def _submit(self, position: int, raws: Sequence[Any]) -> SampleTicket | None:
+        return None if self._pool is None else self._pool.submit(position, list(raws))
 
     def _waits_for_more(self, begun: deque[_BegunBatch]) -> bool:
         """Whether the processes would be idle while nothing more than these is begun."""
@@ -200,18 +199,16 @@ class BatchReader:
         limit = self._config.max_bad_samples
         seen = f"{self._source.describe(raw)} cannot be used: {bad.reason}"
         if self._bad > limit:
-            cause = bad.cause or (RuntimeError(bad.trace) if bad.trace else None)
-            raise bad_samples_error(seen, self._bad, limit) from cause
+            raise bad_samples_error(seen, self._bad, limit) from bad.cause
         log.warning("%s\n  it is left out: %d of at most %d", seen, self._bad, limit)
 
     def _find_filler(self, batch: _BegunBatch, check: Callable[[], None]) -> Any:
         """The next good sample. It has no weight, so that the bad ones until there do not count."""
         for offset in range(self._config.max_bad_samples + 1):
             position = batch.step + batch.part.start + batch.part.read_count + offset
-            part = MicroBatch(0, 0, 0.0)
+            part = MicroBatch(0, 1, 0.0)
             _, raws = self._source.read(position, part, is_last=False, check=check)
-            ticket = self._pool.submit(position, list(raws)) if self._pool is not None else None
-            (sample,) = self._make_samples(raws, ticket, check)
+            (sample,) = self._make_samples(raws, self._submit(position, raws), check)
             if not isinstance(sample, BadSample):
                 return sample
         raise DataError(

@@ -77,10 +77,11 @@ class SampleSource(ABC):
             return list(raws)
         samples = []
         for raw in raws:
+            failing = self.describe(raw)  # read by who looks for a hang
             samples.append(sample := make_sample(maker, raw))
             if isinstance(sample, BadSample):
                 raise DataError(
-                    f"{self.describe(raw)} cannot be used: {sample.reason}",
+                    f"{failing} cannot be used: {sample.reason}",
                     fix="correct the data, its dataset or transform",
                 ) from sample.cause
         return samples
@@ -132,21 +133,3 @@ def dataset_length(dataset: object) -> int:
     if length < 1:
         raise DataError(f"the training data (a {name}) is empty", "one sample or more", "the data")
     return length
-
-
-def fetch_samples(dataset: MapDataset, indices: list[int]) -> list[Any]:
-    """The samples at `indices`; errors of the dataset name the failing sample."""
-    failing = f"samples {indices}"
-    try:
-        if (get_items := getattr(dataset, "__getitems__", None)) is not None:
-            return list(get_items(indices))
-        samples = []
-        for index in indices:
-            failing = f"sample {index}"
-            samples.append(dataset[index])
-        return samples
-    except Exception as error:
-        raise DataError(
-            f"{failing} of the training data could not be read: {type(error).__name__}: {error}",
-            fix="correct the dataset, or the data behind it",
-        ) from error

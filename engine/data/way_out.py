@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.data.streams.readers import INSTEAD_OF_ITERABLE, IterableStream
 
 _BY_PACKAGE = {
     "ray": "rayzero.data.from_ray(dataset), called with the whole ray.data.Dataset in the process "
@@ -18,5 +19,7 @@ def way_out(data: object) -> str:
     """Says what to write instead."""
     if isinstance(data, BlockSource):
         return "rayzero.data.stream(source)"
+    if isinstance(data, IterableStream):
+        return INSTEAD_OF_ITERABLE
     packages = [kind.__module__.partition(".")[0] for kind in type(data).__mro__]
     return next((_BY_PACKAGE[name] for name in packages if name in _BY_PACKAGE), _ANY)

@@ -120,8 +120,6 @@ def _log_on_stderr() -> Iterator[None]:
 
 
 def _describe(source: FileBlocks | ImageFolder) -> dict[str, Any]:
-    import numpy as np  # slow
-
     files = [
         {"url": redact_url(file.url), "bytes": file.nbytes, "modified_s": file.modified_s}
         for file in source.files

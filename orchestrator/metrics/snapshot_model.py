@@ -29,6 +29,7 @@ class _Progress(_Row):
     step_s: Amount | None
     tokens_per_s: Amount | None
     samples_per_s: Amount | None = None  # a run of an earlier version has none
+    data_wait_ratio: Amount | None = None
 
 
 class _Usage(_Row):
@@ -119,6 +120,9 @@ class _Rollouts(_Row):
 class _Source(_Row):
     samples: Count
     share: Amount
+    samples_per_s: Amount | None = None
+    bytes_per_s: Amount | None = None
+    hit_ratio: Amount | None = None
 
 
 class _Snapshot(_Row):

@@ -77,7 +77,7 @@ DATA_SERIES = (
     counter(
         "rayzero_stream_block_uses_total",
         "How often a batch took rows of a block that was in memory (`hit`) or for which it "
-        "waited (`wait`), the sum over ranks.",
+        "waited (`wait`), of an iterable a row; the sum over ranks.",
         _block_uses,
         "source",
         "result",

@@ -63,6 +63,8 @@ class StreamTable:
             values.totals.update({kind: int(number) for kind, number in step.items()})
             values.share = step.get("samples", 0) / samples if samples else 0.0
             for kind in ("samples", "bytes"):
+                if kind not in values.totals:  # an iterable has no blocks
+                    continue
                 number, key = step.get(kind, 0.0), (source, kind)
                 self._amounts[key] += weight * (number - self._amounts[key])
                 if self._step_s > 0:  # blocks are read in bursts: curves are smooth, too

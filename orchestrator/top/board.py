@@ -34,6 +34,7 @@ BAR_WIDTH = 60
 SILENT_RANK_S = 10.0
 _MAX_EVENTS = 6
 _MAX_CHECKPOINTS = 3
+_MAX_SOURCES = 10
 _MAX_RANK_TILES = 128
 """More ranks than this are only counted by phase."""
 
@@ -96,9 +97,11 @@ def snapshot_line(now: Snapshot) -> str:
 def render_board(now: Snapshot, error: str | None = None) -> RenderableType:
     """Renders the whole board. `error`: why the snapshot is out of date, if it is."""
     roles = {"roles": _roles_panel(now)} if now.get("roles") else {}
+    streams = {"streams": _streams_table(now)} if now.get("streams") else {}
     panels = roles | {
         "loss, world size": _training_panel(now),
         "goodput": _goodput_bar(now["goodput"]),
+        **streams,
         "ranks": _rank_tiles(now["ranks"]),
         "events": _events_table(now),
         "checkpoints and replicas": _checkpoints_table(now),
@@ -167,6 +170,28 @@ def _roles_panel(now: Snapshot) -> RenderableType:
         }
         lines.append(_labelled_values(facts))
     return Group(*lines)
+
+
+def _streams_table(now: Snapshot) -> RenderableType:
+    """The sources of the job's streams, those with the largest shares first."""
+    ordered = sorted(now["streams"].items(), key=lambda source: -source[1]["share"])
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("source", overflow="ellipsis", no_wrap=True)
+    for head in ("share", "samples/s", "read/s", "found in memory"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for name, source in ordered[:_MAX_SOURCES]:
+        table.add_row(
+            Text(printable_text(name)),
+            format_number(source["share"], ".1%"),
+            format_number(source.get("samples_per_s"), ",.4g"),
+            format_size(source.get("bytes_per_s")),
+            format_number(source.get("hit_ratio"), ".1%"),
+        )
+    if (more := len(ordered) - _MAX_SOURCES) > 0:
+        table.add_row(Text(f"and {count_of(more, 'source')} more", "dim"))
+    ratio = now["progress"].get("data_wait_ratio")
+    waiting = "-" if ratio is None else f"{ratio:.1%} of a step"
+    return Group(table, _labelled_values({"waiting for data": waiting}))
 
 
 def _training_panel(now: Snapshot) -> RenderableType:

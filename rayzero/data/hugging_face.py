@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,13 @@ import pyarrow as pa
 import xxhash
 
 from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.data.streams.identity import digest_ends
 from rayzero.engine.data.streams.readers import hf_steps
 from rayzero.engine.errors import CONTENT_ERRORS, ConfigError, DataError, first_line
 
 ROWS_PER_BLOCK = 1000  # what datasets writes as one record batch
 MAX_SHARD_ROWS = 1 << 20
+_COMPARED_SHARDS = 4
 _NOT_BY_SHARD = {
     "BufferShuffledExamplesIterable": "shuffle(); rayzero.data.stream shuffles",
     "TakeExamplesIterable": "take(), which takes other rows of the shards",
@@ -99,7 +102,12 @@ class HfShards:
     def __init__(self, dataset: Any, counts: Sequence[int] | None) -> None:
         self.name = dataset.info.dataset_name or "hf"
         self._dataset = dataset.with_format("arrow")
-        _check_rows_by_shard(dataset)
+        if named := next(filter(None, map(_NOT_BY_SHARD.get, hf_steps(dataset))), None):
+            raise ConfigError(
+                f"the iterable dataset has {named}",
+                "map, filter, select_columns",
+                "leave it out, or give the dataset to rayzero.data.iterable",
+            )
         number = dataset.num_shards
         if counts is not None and len(counts) != number:
             raise ConfigError(f"{len(counts)} counts are given", f"{number}, the shards", "counts")
@@ -154,18 +162,19 @@ class HfShards:
     def describe(self, block: int) -> str:
         return f"{self.name}, shard {self._shards[block]} of {self._dataset.num_shards}"
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
+        """Hashes columns and counts, and rows at the beginning of a few shards, which it reads.
+        Raises ConfigError if one has other rows each time."""
         counts = np.stack([self._shards, self.counts]).tobytes()
         columns = f"{self.name} {self._dataset.num_shards} {self._dataset.column_names}"
-        return xxhash.xxh3_128_hexdigest(columns.encode() + counts)
-
-
-def _check_rows_by_shard(dataset: Any) -> None:
-    for name in hf_steps(dataset):
-        if found := _NOT_BY_SHARD.get(name):
+        compared = np.linspace(0, len(self._shards) - 1, _COMPARED_SHARDS, dtype=np.int64)
+        shards = self._shards[np.unique(compared)].tolist()
+        rows = [digest_ends(next(self._read_parts(it, 0))) for it in (*shards, shards[0])]
+        if rows.pop() != rows[0]:
             raise ConfigError(
-                f"the iterable dataset has {found}",
-                "map, filter, select_columns",
-                "leave it out, or give the dataset to rayzero.data.iterable",
+                f"shard {shards[0]} of {self.name} has other rows each time",
+                "a dataset that yields the same rows each time",
+                "give random changes of rows to rayzero.data.stream(transform=)",
             )
+        return xxhash.xxh3_128_hexdigest(f"{columns} {rows}".encode() + counts)

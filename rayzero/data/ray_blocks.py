@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import ray
 import xxhash
 
 from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.data.streams.identity import digest_ends
 from rayzero.engine.errors import ConfigError, DataError, first_line
 
 TIMEOUT_S = 600.0
@@ -19,10 +21,12 @@ TIMEOUT_S = 600.0
 def from_ray(dataset: Any, timeout_s: float = TIMEOUT_S) -> BlockSource:
     """Run a Ray dataset's transforms, on Ray's CPUs, and read its blocks from the object store.
 
-    Its order is that of the input (`preserve_order`). Call it once, in the process that submits the
-    job, and pass the source on: a call in each worker would run the transforms in each. The blocks
-    live as long as that process; of a dataset that must outlive it, or is larger than the object
-    store, write files: `dataset.write_parquet(url)`, then `rayzero.data.blocks(url)`.
+    Its order is that of the input (`preserve_order`). A job can be resumed if the transforms make
+    the same rows again: random ones belong in `rayzero.data.stream(transform=)`. Call it once, in
+    the process that submits the job, and pass the source on: a call in each worker would run the
+    transforms in each. The blocks live as long as that process; of a dataset that must outlive it,
+    or is larger than the object store, write files: `dataset.write_parquet(url)`, then
+    `rayzero.data.blocks(url)`.
 
     Args:
         dataset: a `ray.data.Dataset`.
@@ -37,35 +41,30 @@ def from_ray(dataset: Any, timeout_s: float = TIMEOUT_S) -> BlockSource:
     dataset.context.execution_options.preserve_order = True
     refs = dataset.materialize().to_arrow_refs()
     # Counted where the blocks are: nothing but the numbers comes here.
-    counts = np.array(ray.get([_count.remote(ref) for ref in refs], timeout=timeout_s), np.int64)
+    found = ray.get([_count.remote(ref) for ref in refs], timeout=timeout_s)
+    counts = np.array([count for count, _ in found], np.int64)
     if not counts.sum():
         raise DataError("the Ray dataset has no rows", "one row or more", "change the dataset")
     blocks = [ref for ref, count in zip(refs, counts, strict=True) if count]
-    return RayBlocks(blocks, counts[counts > 0], str(dataset.schema()), timeout_s)
+    fingerprint = xxhash.xxh3_128_hexdigest(f"{dataset.schema()} {found}".encode())
+    return RayBlocks(blocks, counts[counts > 0], fingerprint, timeout_s)
 
 
+@dataclass(eq=False)
 class RayBlocks:
     """References to blocks in Ray's object store, and their counts."""
 
-    name = "ray"
-
-    def __init__(
-        self,
-        refs: Sequence[Any],
-        counts: np.ndarray[tuple[int], np.dtype[np.int64]],
-        columns: str,
-        timeout_s: float,
-    ) -> None:
-        self.counts = counts
-        self._refs = refs
-        self._columns = columns
-        self._timeout_s = timeout_s
+    refs: Sequence[Any]
+    counts: np.ndarray[tuple[int], np.dtype[np.int64]]
+    fingerprint: str
+    timeout_s: float
+    name: str = "ray"
 
     def read(self, block: int) -> pa.Table:
         """All rows of a block. Thread-safe. Raises DataError, which names the block, if it was lost
         and Ray cannot make it again, or does not arrive in time."""
         try:
-            return ray.get(self._refs[block], timeout=self._timeout_s)
+            return ray.get(self.refs[block], timeout=self.timeout_s)
         except ray.exceptions.RayError as error:
             raise DataError(
                 f"{self.describe(block)} cannot be read: {first_line(error)}",
@@ -76,11 +75,7 @@ class RayBlocks:
     def describe(self, block: int) -> str:
         return f"Ray dataset, block {block}"
 
-    @property
-    def fingerprint(self) -> str:
-        return xxhash.xxh3_128_hexdigest(self._columns.encode() + self.counts.tobytes())
-
 
 @ray.remote(num_cpus=0)
-def _count(table: pa.Table) -> int:
-    return len(table)
+def _count(table: pa.Table) -> tuple[int, str]:
+    return len(table), digest_ends(table) if len(table) else ""

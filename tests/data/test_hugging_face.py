@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -67,6 +68,21 @@ def test_shards_of_an_iterable() -> None:
     assert read_rows(from_hf(mapped)) == list(mapped)
 
 
+def test_fingerprint_of_shards_follows_rows_at_their_beginning() -> None:
+    """Of each of three shards: the oracle is what differs in it."""
+
+    def fingerprint(shard: int | None, row: int = 0) -> str:
+        rows = [{"n": it, "t": [str(it)]} for it in range(30)]
+        if shard is not None:
+            rows[10 * shard + row]["t"] = ["other"]
+        dataset = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
+        return from_hf(dataset, counts=[10] * 3).fingerprint
+
+    assert fingerprint(None) == fingerprint(None)
+    changed = [fingerprint(shard, row) for shard in range(3) for row in (0, 9)]
+    assert len({fingerprint(None), *changed}) == 7
+
+
 def test_shard_with_other_rows_is_named() -> None:
     dataset = datasets.IterableDataset.from_generator(generate, gen_kwargs={"sizes": [3, 5]})
     for wrong in (4, 6):
@@ -93,6 +109,9 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ]:
         with pytest.raises(ConfigError, match=message):
             from_hf(dataset)
+    changing = numbers().to_iterable_dataset().map(lambda row: {"x": time.monotonic_ns()})
+    with pytest.raises(ConfigError, match="shard 0 of hf has other rows each time"):
+        _ = from_hf(changing).fingerprint
     monkeypatch.setattr("rayzero.data.hugging_face.MAX_SHARD_ROWS", 30)
     with pytest.raises(ConfigError, match="more than 30 rows, or no end"):
         from_hf(stream.repeat(None))

@@ -47,6 +47,16 @@ def test_rows_order_and_counts() -> None:
     assert ray.get(read_elsewhere.remote(source)) == source.counts.tolist()
 
 
+def test_fingerprint_follows_the_ends_of_all_blocks() -> None:
+    def fingerprint(changed: int | None) -> str:
+        rows = [{"x": np.full((2, 2), it + 100 * (it == changed)), "own": {it}} for it in range(12)]
+        return from_ray(ray.data.from_items(rows, override_num_blocks=3)).fingerprint
+
+    assert fingerprint(None) == fingerprint(None)
+    ends = [0, 3, 4, 7, 8, 11]
+    assert len({fingerprint(None), *map(fingerprint, ends)}) == 7
+
+
 def tokenize(table: pa.Table) -> pa.Table:
     """The letters of each text."""
     letters = [list(text.encode()) for text in table["text"].to_pylist()]

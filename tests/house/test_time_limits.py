@@ -128,7 +128,6 @@ REASONS = {
     """,
     "added to a setting or to a time that grows with the size of the state": """
         workers.vault.client: _RESERVE_TIMEOUT_S _FETCH_TIMEOUT_S
-        engine.data.loader_pool: _START_MARGIN_S
         workers.vault.actor: _FETCH_TIMEOUT_S
         orchestrator.job.handle: STOP_MARGIN_S
         orchestrator.control.inbox: SILENCE_GRACE_S

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
 
 import rayzero.data
 from rayzero.data import StreamSampler
@@ -17,8 +18,10 @@ from rayzero.huggingface.streams import check_train_dataset, check_training_data
 from tests.engine.data.streams.memory import MemorySource
 
 datasets = pytest.importorskip("datasets")
+accelerate = pytest.importorskip("accelerate")
 SOURCE = MemorySource([5, 3, 8])
 STREAM = rayzero.data.stream(SOURCE)
+ITERABLE = rayzero.data.iterable(lambda *_: iter([1]), 1)
 SESSION: Any = SimpleNamespace(registry=StateRegistry())
 
 
@@ -35,6 +38,7 @@ def test_dataset_that_trainer_cannot_read_is_refused() -> None:
         assert given.pop() is given.pop() is right
     for wrong, fix in [
         (SOURCE, r"train_dataset: rayzero\.data\.stream\(source\)"),
+        (ITERABLE, r"train_dataset: rayzero\.data\.stream\(source\), of from_hf"),
         (shard, r"train_dataset: rayzero\.data\.from_ray\(dataset\)"),
     ]:
         with pytest.raises(ConfigError, match=fix):
@@ -55,6 +59,23 @@ def test_sampler_of_a_stream_is_its_own() -> None:
                 choose_sampler(SESSION, choose, trainer)
         else:
             assert [*choose_sampler(SESSION, choose, trainer)] == [*StreamSampler(STREAM)]
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("way", ["plain", "shuffle", "sampler", "stream sampler", "accelerate"])
+def test_a_data_loader_of_an_iterable_names_what_to_use(way: str, processes: int) -> None:
+    def read() -> None:
+        options: dict[str, Any] = {"shuffle": way == "shuffle", "num_workers": processes}
+        if "sampler" in way:
+            kind = StreamSampler if way == "stream sampler" else DistributedSampler
+            options = {"sampler": kind(ITERABLE, 1, 0), "num_workers": processes}
+        loader: Any = DataLoader(ITERABLE, **options)
+        if way == "accelerate":
+            loader = accelerate.Accelerator(cpu=True).prepare(loader)
+        next(iter(loader))
+
+    with pytest.raises(ConfigError, match=r"iterable\(\.\.\.\) was given to a DataLoader"):
+        read()
 
 
 def test_shards_divided_among_other_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

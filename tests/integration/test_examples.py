@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from examples.multimodal.train import TRAIN_PAIRS
@@ -17,7 +21,7 @@ from examples.streams.write import write
 from rayzero.engine.data.sample_ledger import check_ledger
 from rayzero.engine.data.sampling import SampleOrder
 from rayzero.orchestrator.job.api import Job
-from rayzero.orchestrator.job_events import Repaired
+from rayzero.orchestrator.job_events import Repaired, WorkersReady
 from rayzero.orchestrator.job_file import load_job
 from rayzero.orchestrator.progress import StepRecord
 from tests.house.source import ROOT
@@ -36,6 +40,7 @@ KILLS = {
     "streams": (
         *("steps=120", 'faults=["kill(rank=1, step=40)"]'),
         *("args.context=64", "args.layers=1", "args.width=32"),
+        "engine.rayzero.loader.num_workers=2",
     ),
     "rl": ("steps=640", 'faults=["kill(rank=1, step=209)"]'),  # 208 are 13 rollouts
 }
@@ -50,6 +55,7 @@ class Run:
     folder: Path
     events: EventLog
     metrics: dict[str, Any]
+    loaders: list[psutil.Process]  # those seen: of `rayzero.loader.num_workers`
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +84,27 @@ def runs(
             spec = load_job(ROOT / f"examples/{name}/job.yaml", [*common, *data, *overrides])
             log = EventLog()
             handles[name] = (spec, log, Job.from_spec(spec).submit(observer=log))
+    seen = find_loaders(handles["streams"][1])
     return {
-        name: Run(spec, folder / spec.name, log, handle.result().metrics)
+        name: Run(spec, folder / spec.name, log, handle.result().metrics, seen)
         for name, (spec, log, handle) in handles.items()
     }
+
+
+def find_loaders(events: EventLog) -> list[psutil.Process]:
+    """Waits until both workers of a job have processes that make samples."""
+    until_s = time.monotonic() + 300
+    while time.monotonic() < until_s:
+        workers = [worker.pid for it in events.of(WorkersReady) for worker in it.workers][:2]
+        servers, makers = [], []
+        with suppress(psutil.NoSuchProcess):
+            below = [child for pid in workers for child in psutil.Process(pid).children()]
+            servers = [it for it in below if "loader_process" in " ".join(it.cmdline())]
+            makers = [server.children() for server in servers]
+        if len(servers) == 2 and all(makers):
+            return [*servers, *chain.from_iterable(makers)]
+        time.sleep(0.1)
+    raise TimeoutError("there are no processes of loaders")
 
 
 @pytest.mark.parametrize("name", KILLS)
@@ -120,6 +143,8 @@ def test_every_row_of_a_stream_is_used_once(runs: dict[str, Run], data_url: str)
     assert counted[-1] == [24, 8]
     reads = sum(record.gauges.get("streams/docs/bytes", 0) for record in run.events.of(StepRecord))
     assert reads > 10_000
+    _, left = psutil.wait_procs(run.loaders, 60)
+    assert (len(run.loaders) >= 4, left) == (True, [])
 
 
 def test_models_have_learned(runs: dict[str, Run]) -> None:

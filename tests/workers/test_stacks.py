@@ -10,7 +10,7 @@ import torch
 from rayzero.engine.data.loader import StepLoader
 from rayzero.engine.data.micro_batches import MicroBatches
 from rayzero.engine.data.prefetch import Prefetch
-from rayzero.engine.data.sample_source import DatasetSource, fetch_samples
+from rayzero.engine.data.sample_source import DatasetSource
 from rayzero.engine.data.sampling import StepSplit, TrainingProgress, assign_step
 from rayzero.workers.stacks import TRAINING_THREAD, Stacks, read_stacks
 
@@ -63,11 +63,12 @@ def test_prompt_that_hangs_is_named() -> None:
     stuck = Stuck(37)
 
     def source() -> Iterator[list[int]]:
-        for first in range(0, 40, 2):
-            yield fetch_samples(stuck, [first, first + 1])
+        prompts = DatasetSource(stuck, 0)
+        for position in range(40):
+            yield prompts.read_samples(position, 1)
 
     stacks = stacks_of(lambda: list(Prefetch(source())), stuck)
-    assert stacks.activity == "reading sample 37"
+    assert stacks.activity == "reading sample 37 of the training data"
 
 
 def test_users_own_loop_is_named_and_a_wait_for_ranks_is_not() -> None:

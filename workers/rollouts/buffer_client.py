@@ -14,8 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from rayzero.engine.data.consumed import Consumed
-from rayzero.engine.data.sample_source import MapDataset, dataset_length, fetch_samples
-from rayzero.engine.data.sampling import SampleOrder
+from rayzero.engine.data.sample_source import DatasetSource, MapDataset
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import DataError, EngineError
 from rayzero.engine.tensor_tree import map_tensors
@@ -133,9 +132,8 @@ class RolloutLog:
         find: Callable[[], tuple[int, BufferAddress | None]],
         timeout_s: float,
     ) -> None:
-        self._prompts = prompts
-        self._order = SampleOrder(dataset_length(prompts), seed)
-        self.length = self._order.length * group
+        self._prompts = DatasetSource(prompts, seed)
+        self.length = self._prompts.length * group
         self.group = group
         self._find = find
         self._timeout_s = timeout_s
@@ -163,8 +161,7 @@ class RolloutLog:
         while True:
             values, contents = client.call(call, *arguments, POLL_S, limit_s=POLL_S, check=check)
             if numbers := values["wanted"]:
-                indices = [int(self._order.indices(it, 1)[0]) for it in numbers]
-                prompts = [encode(it) for it in fetch_samples(self._prompts, indices)]
+                prompts = [encode(*self._prompts.read_samples(it, 1)) for it in numbers]
                 client.call("issue", numbers, contents=prompts, check=check)
             if values["ready"]:
                 return values, contents

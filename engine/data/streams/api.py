@@ -137,7 +137,8 @@ def iterable(
         rows: of each reader in an epoch, or of all alike.
         snapshot_every: rows of a reader between two snapshots of its state, which are part of the
             training state.
-        transform: makes a sample of a row, in the thread that reads ahead.
+        transform: makes a sample of a row, in the thread that reads ahead, or in
+            `rayzero.loader.num_workers` processes.
         replay: needs no state: a reader that begins again reads from the beginning of its epoch.
         read_ahead: rows of each reader that may be in memory before they are needed.
         read_timeout_s: how long one row may take.
@@ -156,15 +157,6 @@ def iterable(
             "a function (reader, readers), which returns a new iterable; or a dataset with shard()",
             f"iterable(lambda reader, readers: {type(source).__name__}(...), readers=8)",
         )
-    number = _count_readers(readers, shards)
-    counts = (rows,) * number if isinstance(rows, int) else rows
-    own = None if counts is None else tuple(counts)
-    return IterableStream(
-        make, number, own, snapshot_every, transform, replay, read_ahead, read_timeout_s
-    )
-
-
-def _count_readers(readers: int | None, shards: int | None) -> int:
     number = shards if readers is None else readers
     if number is None or (shards is not None and number > shards):
         raise ConfigError(
@@ -172,7 +164,12 @@ def _count_readers(readers: int | None, shards: int | None) -> int:
             "a number" if shards is None else f"at most {shards}, the shards of the dataset",
             "give readers=, a multiple of the workers, and a dataset of as many shards",
         )
-    return number
+    counts = (rows,) * number if isinstance(rows, int) else rows
+    own = None if counts is None else tuple(counts)
+    name = getattr(getattr(source, "info", None), "dataset_name", None) or "iterable"
+    return IterableStream(
+        make, number, own, snapshot_every, transform, replay, read_ahead, read_timeout_s, name
+    )
 
 
 def _check_names(where: str, given: Mapping[str, float], sources: Mapping[str, object]) -> None:

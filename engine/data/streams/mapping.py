@@ -44,41 +44,31 @@ def map_blocks(
             "a name of what the function does, such as 'llama-3 tokens, 2048'",
             "set version; change it with the function, or blocks of the former one are read",
         )
-    return MappedBlocks(source, function, cache, version)
+    kept = None if cache is None else KeptTables(cache, "cache of map_blocks()")
+    own_name = getattr(function, "__qualname__", type(function).__qualname__)
+    return MappedBlocks(source, function, kept, version or own_name)
 
 
 class MappedBlocks:
     """The source that `map_blocks` returns."""
 
     def __init__(
-        self,
-        source: BlockSource,
-        function: TableFunction,
-        cache: str | os.PathLike[str] | None,
-        version: str | None,
+        self, source: BlockSource, function: TableFunction, kept: KeptTables | None, version: str
     ) -> None:
         self.name = source.name
         self.counts = source.counts
+        self.describe = source.describe
+        self.fingerprint = f"{source.fingerprint} mapped: {version}"
         self._source = source
         self._function = function
-        own_name = getattr(function, "__qualname__", type(function).__qualname__)
-        self._version = version or own_name
-        self._kept = None if cache is None else KeptTables(cache, "cache of map_blocks()")
-        self._folder = xxhash.xxh3_128_hexdigest(self.fingerprint.encode())
-
-    @property
-    def fingerprint(self) -> str:
-        return f"{self._source.fingerprint} mapped: {self._version}"
-
-    def describe(self, block: int) -> str:
-        return self._source.describe(block)
+        self._kept = kept
 
     def read(self, block: int) -> pa.Table:
         """All rows of a block. Thread-safe. Raises DataError, which names the block, if the source
         or the function fails, or the cache cannot be used."""
         if self._kept is None:
             return self._make(block)
-        name = f"{self._folder}/{block}.arrow"
+        name = f"{xxhash.xxh3_128_hexdigest(self.fingerprint.encode())}/{block}.arrow"
         table = self._kept.load(name)
         if table is None or len(table) != self.counts[block]:
             table = self._make(block)

@@ -77,16 +77,10 @@ class PackedBlocks:
         self._pad = pad_token
         self._place = place_best_fit if how == "best_fit" else place_concatenated
         self._how = how
+        self.describe = documents.describe
+        self.fingerprint = f"{documents.fingerprint} packed: {how} {length} {column} {pad_token}"
         self._ends: Integers = np.cumsum(documents.counts)
         self._lengths, self.counts = self._load_or_read(index_dir, threads)
-
-    @property
-    def fingerprint(self) -> str:
-        own = f"{self._how} {self._length} {self._column} {self._pad}"
-        return f"{self._documents.fingerprint} packed: {own}"
-
-    def describe(self, block: int) -> str:
-        return self._documents.describe(block)
 
     def read(self, block: int) -> pa.Table:
         lists = self._token_lists(block)

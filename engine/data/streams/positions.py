@@ -10,9 +10,9 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Dataset, DistributedSampler, RandomSampler
 
 from rayzero.engine.data.sample_source import Register
@@ -53,7 +53,7 @@ class StreamDataset(BlockStream, Dataset[Any]):
     def keep_identity(self, register: Register) -> None:
         """Registers what the order depends on with a training state: it is compared when that is
         loaded."""
-        self._make_source((os.getpid(), self._find_seed()), register)
+        self._source(register)
 
     def __getstate__(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -65,15 +65,12 @@ class StreamDataset(BlockStream, Dataset[Any]):
         whose locks may be held."""
         return {}
 
-    def _source(self) -> StreamSource:
+    def _source(self, register: Register | None = None) -> StreamSource:
         key = os.getpid(), self._find_seed()
-        return self._sources.get(key) or self._make_source(key, lambda *_: None)
-
-    def _make_source(self, key: tuple[int, int], register: Register) -> StreamSource:
-        _, seed = key
-        made = StreamSource(self, seed, TrainingProgress(global_batch=1), register)
-        self._sources[key] = made
-        return made
+        if register is not None or key not in self._sources:
+            progress = TrainingProgress(global_batch=1)
+            self._sources[key] = StreamSource(self, key[1], progress, register or (lambda *_: None))
+        return self._sources[key]
 
     def _find_seed(self) -> int:
         """The job's; in a thread or a process that does not know it, the one that was found
@@ -115,6 +112,5 @@ def check_sampler(loader: Any) -> None:
 
 def _ranges(positions: Sequence[int]) -> list[tuple[int, int]]:
     """Returns where ranges of consecutive positions begin, and their lengths."""
-    breaks = [at for at, (one, other) in enumerate(pairwise(positions), 1) if other != one + 1]
-    edges = [0, *breaks, len(positions)]
-    return [(positions[begin], end - begin) for begin, end in pairwise(edges) if end > begin]
+    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+    return [(int(part[0]), len(part)) for part in np.split(positions, breaks) if len(part)]

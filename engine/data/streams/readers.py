@@ -21,14 +21,18 @@ _END = object()
 _UNREAD = object()
 _BUFFERS = ("BufferShuffledExamplesIterable",)
 """Steps of `datasets` whose `state_dict` leaves out the rows that they hold."""
+INSTEAD_OF_ITERABLE = (
+    "rayzero.data.stream(source), of from_hf(dataset) or blocks(its files); an iterable is for "
+    "training_data= of ctx.initialize, rayzero.initialize and deepspeed.initialize"
+)
+"""What a DataLoader, Trainer or Accelerate takes in place of an `IterableStream`."""
 _WAYS_OUT = (
     "rayzero.data.blocks(its files), which shuffles; or iterable(..., replay=True), which reads "
     "from the beginning of the epoch after each fault"
 )
 
 
-@dataclass(frozen=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """A place where a reader can begin: before its row `row`, counted over all epochs.
 
     Attributes:
@@ -63,6 +67,7 @@ class IterableStream:
     replay: bool
     read_ahead: int
     read_timeout_s: float
+    name: str  # in metrics
 
     def __post_init__(self) -> None:
         for name in ("readers", "snapshot_every", "read_ahead", "read_timeout_s"):
@@ -72,6 +77,14 @@ class IterableStream:
         if self.rows is not None and (len(self.rows) != self.readers or min(self.rows) < 0):
             seen = f"rows of iterable() is {list(self.rows)}, with {self.readers} readers"
             raise ConfigError(seen, "a number of rows of each reader, 0 or more", "rows")
+
+    def __len__(self) -> int:
+        """Raises ConfigError: a DataLoader asks for it."""
+        raise ConfigError(
+            "rayzero.data.iterable(...) was given to a DataLoader or a sampler",
+            "a dataset whose samples are read by their positions",
+            f"give it {INSTEAD_OF_ITERABLE}",
+        )
 
     def order(self, batch: int) -> ReaderOrder:
         """The order of the samples in a job that began with this `train_batch_size`; for

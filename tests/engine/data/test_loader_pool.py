@@ -28,8 +28,10 @@ from rayzero.engine.data.loader import StepLoader
 from rayzero.engine.data.loader_pool import LoaderPool
 from rayzero.engine.data.loader_process import loader_server
 from rayzero.engine.data.micro_batches import MicroBatches
+from rayzero.engine.data.reading import BatchReader
 from rayzero.engine.data.sample_source import DatasetSource
 from rayzero.engine.data.sampling import SampleOrder, StepSplit, TrainingProgress, assign_step
+from rayzero.engine.data.streams.iterable_source import IterableSource
 from rayzero.engine.errors import DataError
 from tests.engine.data.items import LENGTH, Items, hang
 from tests.engine.data.streams.memory import MemorySource, make_source
@@ -197,6 +199,15 @@ def test_training_data_that_cannot_be_sent_or_loaded() -> None:
     with pytest.raises(DataError, match="cannot be loaded in a process of the loader: ValueError"):
         read_steps(make_loader(lambda index: unloadable), 1)
 
+    class Slow:
+        def __reduce__(self) -> Any:
+            return time.sleep, (1000,)
+
+    slow = Slow()
+    with pytest.raises(DataError, match=r"did not start: it was not done within 0\.5 s") as caught:
+        read_steps(make_loader(lambda index: slow, start_timeout_s=0.5), 1)
+    assert "start_timeout_s" in caught.value.fix
+
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_row_is_named_by_source_block_and_row(workers: int) -> None:
@@ -209,6 +220,54 @@ def test_a_row_is_named_by_source_block_and_row(workers: int) -> None:
     named = r"row 1 of block 1 of 'memory' \(memory block 1\) cannot be used: ZeroDivisionError"
     with pytest.raises(DataError, match=named):
         read_steps(loader, 4)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_rows_of_an_iterable_are_named_counted_and_left_out(workers: int) -> None:
+    def transform(row: tuple[int, int]) -> Any:
+        if row == (0, 3) and workers:
+            hang(0)
+        return row if row not in ((1, 0), (1, 1), (0, 3)) else 1 // 0
+
+    def read(limit: int) -> list[Any]:
+        stream = rayzero.data.iterable(
+            lambda reader, _: [(reader, row) for row in range(50)],
+            2,
+            transform=transform,
+            replay=True,
+        )
+        progress = TrainingProgress(global_batch=4)
+        own = MicroBatches(progress, StepSplit(assign_step(4, 1, 0, 2)))
+        config = LoaderConfig(num_workers=workers, sample_timeout_s=1.5, max_bad_samples=limit)
+        source = IterableSource(stream, 5, progress, lambda *_: None)
+        reader = BatchReader(source, own, list, torch.device("cpu"), config)
+        try:
+            read = [*reader.read(own.split, 0, 0, 2, threading.Event())]
+        finally:
+            reader.close()
+        assert source.take_counts()["iterable"]["samples"] == 4
+        return [(it.weight, it.own_indices, it.skipped, batch) for it, batch in read]
+
+    assert read(3) == [
+        (0.5, [0, 2], [], [(0, 0), (0, 1)]),
+        (0.0, [1, 3], [1, 3], [(0, 2)]),  # the next good row is its filler
+        (0.25, [4, 6], [6], [(0, 2)]),
+        (0.5, [5, 7], [], [(1, 2), (1, 3)]),
+    ]
+    reason = "not done within 1.5 s" if workers else "ZeroDivisionError"
+    with pytest.raises(DataError, match=rf"row 3 of reader 0 cannot be used: .*{reason}"):
+        read(2)
+
+
+def test_rows_that_cannot_be_sent_to_processes() -> None:
+    stream = rayzero.data.iterable(
+        lambda *_: (threading.Lock() for _ in range(9)), 1, transform=str, replay=True
+    )
+    progress = TrainingProgress(global_batch=1)
+    own = MicroBatches(progress, StepSplit(assign_step(1, 1, 0, 1)))
+    source = IterableSource(stream, 5, progress, lambda *_: None)
+    with pytest.raises(DataError, match="cannot be sent to the loader's processes: TypeError"):
+        read_steps(StepLoader(source, own, list, config=LoaderConfig(num_workers=1)), 1)
 
 
 def test_a_sample_that_hangs_in_the_thread_is_named() -> None:
@@ -250,7 +309,8 @@ def test_fifty_rebuilds_leave_nothing() -> None:
         return *files, len(own.children(recursive=True)), os.listdir("/dev/shm"), own.num_threads()
 
     next(make_loader(lambda index: index).steps(1))
-    before = count()
+    while (before := count()) != count():  # the server closes a file after it has answered
+        time.sleep(0.1)
     for number in range(50):
         loader = make_loader(lambda index: index)
         batches = loader.steps(9)
@@ -259,11 +319,15 @@ def test_fifty_rebuilds_leave_nothing() -> None:
         if number % 3:
             loader.close()
         del loader, batches  # no cycle holds them
+    until_s = time.monotonic() + END_S
+    while count() != before and time.monotonic() < until_s:
+        time.sleep(0.1)
     assert count() == before
 
 
 RANK = """
 import subprocess, sys
+from rayzero.engine.config.sections import LoaderConfig
 from rayzero.engine.data.loader_pool import LoaderPool
 
 def make(path):
@@ -272,7 +336,7 @@ def make(path):
         print(child.pid, file=file)
     return sum(iter(int, 1))  # holds the interpreter's lock
 
-pool = LoaderPool(make, 0, 2, 600.0)
+pool = LoaderPool(make, 0, LoaderConfig(num_workers=2))
 pool.take(pool.submit(0, sys.argv[1:3]), lambda: None)
 """
 
@@ -304,7 +368,7 @@ def test_processes_end_with_their_parents(victim: str, tmp_path: Path) -> None:
 
 
 def test_pool_in_another_thread_waits_no_longer_than_its_check() -> None:
-    pool = LoaderPool(lambda raw: time.sleep(1000), 0, 1, 600.0)
+    pool = LoaderPool(lambda raw: time.sleep(1000), 0, LoaderConfig(num_workers=1))
     calls: list[int] = []
 
     def check() -> None:

@@ -20,7 +20,7 @@ def rendered(snapshot: dict[str, Any], width: int = 110, error: str | None = Non
 
 
 def test_board_shows_all_values() -> None:
-    text = rendered(sample(), error="no contact for 5 s: gone")
+    text = " ".join(rendered(sample(), error="no contact for 5 s: gone").split())
     for part in (
         "no contact for 5 s",
         "gpt-stdlib",
@@ -49,6 +49,9 @@ def test_board_shows_all_values() -> None:
         "version 12,344",
         "ready prompts 21",
         "rollout 1 on node a hangs",
+        "found in memory",
+        "books 10.0%",
+        "waiting for data 3.1% of a step",
     ):
         assert part in text, part
 

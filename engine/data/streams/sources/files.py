@@ -216,26 +216,27 @@ def _list_path(path: str) -> Iterator[SourceFile]:
     is_top = "://" in folder and "/" not in folder.partition("://")[2].partition("?")[0].rstrip("/")
     entry = None if is_top else open_store(parent, _SETTING).find(name)
     if entry is not None and not entry.is_folder:
-        yield _listed(open_store(parent, _SETTING), name, entry)
+        yield _listed(open_store(parent, _SETTING, retries=False), name, entry)
         return
     while entry is None and has_magic(folder.partition("?")[0] if "://" in folder else folder):
         folder, name = split_url(folder)
         pattern.insert(0, name)
     store = open_store(folder, _SETTING)
+    reads = open_store(folder, _SETTING, retries=False)  # `SourceReader` repeats them
     depth = len(pattern) if pattern and "**" not in pattern else None
-    for file in _walk(store, "", depth):
-        if not pattern or _matches(file.name.split("/"), pattern):
-            yield file
+    for name, entry in _walk(store, "", depth):
+        if not pattern or _matches(name.split("/"), pattern):
+            yield _listed(reads, name, entry)
 
 
-def _walk(store: Store, folder: str, depth: int | None) -> Iterator[SourceFile]:
+def _walk(store: Store, folder: str, depth: int | None) -> Iterator[tuple[str, StoreEntry]]:
     """The files of a folder, `depth` levels of it, by name."""
     for entry in sorted(store.list_folder(folder), key=lambda entry: entry.name):
         name = f"{folder}/{entry.name}".lstrip("/")
         if entry.name.startswith((".", "_")):
             continue
         if not entry.is_folder:
-            yield _listed(store, name, entry)
+            yield name, entry
         elif not entry.is_link and depth != 1:
             yield from _walk(store, name, depth and depth - 1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import pickle
 import tarfile
 from collections.abc import Iterator
 from time import monotonic
@@ -114,7 +115,8 @@ def test_errors_of_the_server_are_retried_within_the_budget(bucket: str, kind: s
         if kind != "500":
             return
         short = blocks(join_url(url, f"flaky-{kind}", "a.parquet"), retry_s=0.3)
+        short = pickle.loads(pickle.dumps(short))  # as one that is given to workers
         server.left, since_s = 10**6, monotonic()
         with pytest.raises(DataError, match=rf"flaky-{kind}/a.parquet, row group 3 cannot be read"):
             short.read(3)
-        assert monotonic() - since_s < 60  # the SDK has retries of its own, which take 12 s
+        assert monotonic() - since_s < 5  # the SDK's own retries would take 12 s
