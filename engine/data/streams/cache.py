@@ -25,8 +25,11 @@ CHECK_INTERVAL_S = 0.2
 """How often a reader that waits for a block looks if it is to stop."""
 
 READ_FACTOR = 4
-"""How often a block is in memory while it is read: bytes of the file, pages, columns, and freed
-memory that Arrow's pool still has."""
+"""How often a block is in memory while it is read: bytes of the file, pages, columns."""
+KEPT_BYTES = 128 << 20
+"""The most that Arrow's usual pool, mimalloc, was seen to keep of what a thread freed, that reads
+one block after another: 24 to 113 MiB, of blocks of 8 and 66 MiB."""
+_KEPT_SHARE = 1 / 4
 _DECAY_MS = 10
 _POOL_VARIABLE = "ARROW_DEFAULT_MEMORY_POOL"
 
@@ -56,9 +59,9 @@ class ReadAhead:
 class BlockCache:
     """The blocks of some sources, by (index of the source, block).
 
-    A block is read by a thread, of which there are at most `threads`: first the one that a reader
-    waits for, then planned ones, as long as they fit. A thread ends when there is nothing to read,
-    so none is idle; `close` leaves it nothing. A block that was read stays until another one needs
+    Blocks are read by at most `threads` threads: first the one that a reader waits for, then
+    planned ones, as long as they fit. A thread ends when there is nothing to read, so none is idle;
+    `close` leaves it nothing. A block that was read stays until another one needs
     its memory: first those that are not in use, the longest unused first.
 
     Args:
@@ -71,9 +74,10 @@ class BlockCache:
         self, sources: Sequence[BlockSource], limit_bytes: int, threads: int, timeout_s: float
     ) -> None:
         self.counters = CacheCounters()
-        _choose_pool()
         self._sources = sources
         self._limit_bytes = limit_bytes
+        self._keeps_freed = _keep_freed(limit_bytes, threads)
+        self._room_bytes = limit_bytes - (threads * KEPT_BYTES if self._keeps_freed else 0)
         self._threads = threads
         self._timeout_s = timeout_s
         # The lock of all below.
@@ -163,12 +167,17 @@ class BlockCache:
             if (key := self._next()) is None:
                 return
             threading.Thread(
-                target=self._read, args=(key,), name="rayzero-blocks", daemon=True
+                target=self._read_blocks, args=(key,), name="rayzero-blocks", daemon=True
             ).start()
-            self._reading[key] = self._estimate(key)  # the thread takes the lock to change it
 
     def _next(self) -> Key | None:
-        """The block to read next, with room for it; None if there is none. Needs the lock."""
+        """The block to read next, which is being read from now on; None if there is none, or no
+        room for it. Needs the lock."""
+        if (key := self._find_next()) is not None:
+            self._reading[key] = self._estimate(key)
+        return key
+
+    def _find_next(self) -> Key | None:
         if self._wanted:
             # What is being read makes room when it ends: no block in use is dropped before.
             is_alone = not self._reading
@@ -194,7 +203,7 @@ class BlockCache:
 
     def _make_room(self, nbytes: int, *, in_use_too: bool) -> bool:
         """Drops blocks until there is room, and returns whether there is. Needs the lock."""
-        room = self._limit_bytes - sum(self._reading.values()) - nbytes
+        room = self._room_bytes - sum(self._reading.values()) - nbytes
         used = [key for key in self._blocks if key in self._plans.get(key[0], {})]
         unused = [key for key in self._blocks if key not in used]
         for key in unused + used if in_use_too else unused:
@@ -208,27 +217,37 @@ class BlockCache:
         nbytes = self._row_bytes.get(source, 0) * self._sources[source].counts[block]
         return int(READ_FACTOR * nbytes)
 
-    def _read(self, key: Key) -> None:
-        """Body of a thread: one block, then those that it makes room for are begun."""
-        table, error = None, None
-        try:
-            table = self._read_checked(key)
-        except Exception as raised:  # noqa: BLE001 -- raised where the block is used
-            error = raised
+    def _read_blocks(self, key: Key | None) -> None:
+        """Body of a thread: reads blocks, as long as there are some that fit."""
+        while key is not None:
+            block, error = None, None
+            try:
+                block = self._read_checked(key)
+            except Exception as raised:  # noqa: BLE001 -- raised where the block is used
+                error = raised
+            if not self._keeps_freed:
+                pa.default_memory_pool().release_unused()
+            with self._changed:
+                self._take_in(key, block, error)
+                del block
+                key = self._next() if len(self._reading) < self._threads or self._wanted else None
+                self._start_readers()
+                self._changed.notify_all()
         pa.default_memory_pool().release_unused()
-        with self._changed:
-            del self._reading[key]
-            is_used = key in self._plans.get(key[0], {})
-            if error is not None and is_used:
-                self._errors[key] = error
-            if table is not None and is_used:
-                self._count_read(key)
-                self._make_room(table.nbytes, in_use_too=False)
-                self._blocks[key] = table
-                self._held_bytes += table.nbytes
-                self.counters.peak_bytes = max(self.counters.peak_bytes, self._held_bytes)
-            self._start_readers()
-            self._changed.notify_all()
+
+    def _take_in(self, key: Key, block: BlockInMemory | None, error: Exception | None) -> None:
+        """A block was read. Needs the lock."""
+        del self._reading[key]
+        if key not in self._plans.get(key[0], {}):
+            return
+        if error is not None:
+            self._errors[key] = error
+        if block is not None:
+            self._count_read(key)
+            self._make_room(block.nbytes, in_use_too=False)
+            self._blocks[key] = block
+            self._held_bytes += block.nbytes
+            self.counters.peak_bytes = max(self.counters.peak_bytes, self._held_bytes)
 
     def _count_read(self, key: Key) -> None:
         plan = self._plans[key[0]]
@@ -281,9 +300,13 @@ class BlockCache:
         return f"block {block} of {own.name!r} ({own.describe(block)})"
 
 
-def _choose_pool() -> None:
-    """Has Arrow allocate by jemalloc, which returns what is freed to the system: its usual pool
-    would keep several blocks for each thread."""
+def _keep_freed(limit_bytes: int, threads: int) -> bool:
+    """Whether Arrow's pool keeps what reading a block freed for the next one: pages that the system
+    gives anew cost a third of a read. Where that would take more than a quarter of the limit,
+    Arrow allocates by jemalloc from then on, which returns what is freed."""
+    if threads * KEPT_BYTES <= _KEPT_SHARE * limit_bytes:
+        return True
     if _POOL_VARIABLE not in os.environ and "jemalloc" in pa.supported_memory_backends():
         pa.jemalloc_set_decay_ms(_DECAY_MS)
         pa.set_memory_pool(pa.jemalloc_memory_pool())
+    return False

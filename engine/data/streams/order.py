@@ -98,7 +98,7 @@ class BlockOrder:
         self, start: int, count: int
     ) -> tuple[NDArray[np.float64], Integers, Integers, Integers]:
         """(places, turns, blocks, rows) of the positions `start` to `start + count - 1`. A place is
-        that of the stratum in its window, from 0 to 1."""
+        that of the stratum in its window, from 0 to below 1."""
         parts: list[tuple[NDArray[np.float64], Integers, Integers, Integers]] = []
         while count > 0 or not parts:
             epoch, position = divmod(start, self.length)
@@ -152,10 +152,11 @@ class BlockOrder:
         keys = (window * number + strata).astype(np.uint64)
         rows = begin + ends[strata]
         sizes = ends[strata + 1] - ends[strata]
-        for length in np.unique(sizes):  # two at most
-            own = sizes == length
-            order = SampleOrder(int(length), self._row_seed)
-            rows[own] += order.permute(keys[own], (numbers[own] // number).astype(np.uint64))
+        each = numbers // number
+        for length in {size // number, -(-size // number)}:
+            own = np.flatnonzero(sizes == length)
+            order = SampleOrder(length, self._row_seed)
+            rows[own] += order.permute(keys[own], each[own].astype(np.uint64))
         turns = np.searchsorted(starts[first : last + 1], rows, side="right") - 1 + first
         rows -= starts[turns]
         return strata / number, turns + epoch * len(self.counts), layout.blocks[turns], rows
@@ -264,7 +265,18 @@ class StreamOrder:
         for source in np.unique(sources):
             own = np.flatnonzero(sources == source)
             places, *located = self.orders[source].locate(int(positions[own[0]]), len(own))
-            by_place = np.lexsort((located[2], located[0], places, own // self.group))
+            by_place = _sort_by_group(own // self.group, places)
             for target, values in zip((turns, blocks, rows), located, strict=True):
                 target[own] = values[by_place]
         return Places(sources, turns, blocks, rows)
+
+
+def _sort_by_group(groups: Integers, places: NDArray[np.float64]) -> Integers:
+    """The indices that sort by (group, place, index): as one integer each, which is several times
+    faster than a sort by columns. Places are from 0 to below 1."""
+    index_bits = len(groups).bit_length()
+    place_bits = 62 - index_bits - int(groups[-1]).bit_length()
+    keys = (groups << place_bits) + (places * (1 << place_bits)).astype(np.int64)
+    keys = (keys << index_bits) + np.arange(len(groups))
+    keys.sort()
+    return keys & ((1 << index_bits) - 1)

@@ -6,6 +6,7 @@ micro-batch are copied out of it once, into the batch. Imports torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +85,7 @@ class RowBatch(Sequence[dict[str, Any]]):
         forms = {None if it is None else (it.dtype, it.shape[1:]) for it in arrays}
         if len(forms) > 1 or arrays[0] is None:
             return default_collate(self._place(part.column(name) for part in self._parts))
-        batch = np.empty((len(self), *arrays[0].shape[1:]), arrays[0].dtype)
+        batch = _allocate((len(self), *arrays[0].shape[1:]), arrays[0].dtype)
         for part in self._parts:
             array = part.block.arrays[name]
             first, last = int(part.positions[0]), int(part.positions[-1]) + 1
@@ -104,6 +105,14 @@ class RowBatch(Sequence[dict[str, Any]]):
             for position, value in zip(part.positions.tolist(), own, strict=True):
                 placed[position] = value
         return placed
+
+
+def _allocate(shape: tuple[int, ...], kind: np.dtype[Any]) -> NDArray[Any]:
+    """An array of Arrow's pool, which keeps what is freed for a next one: of malloc, the pages of
+    each batch are new, which takes as long as filling them."""
+    count = math.prod(shape)
+    memory = pa.allocate_buffer(max(1, count * kind.itemsize))
+    return np.frombuffer(memory, kind, count).reshape(shape)
 
 
 def column_values(column: pa.ChunkedArray) -> list[Any]:

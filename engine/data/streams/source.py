@@ -25,6 +25,8 @@ from rayzero.engine.redact import redact_url
 STATE_NAME = "rayzero.stream"
 """The registered state with what the order of the samples depends on."""
 
+_TURN_BITS = 48  # of a number that also has the source: blocks of all epochs
+
 Transform = Callable[[dict[str, Any]], Any]
 
 
@@ -271,11 +273,13 @@ def _own_range(split: StepSplit) -> tuple[int, int]:
 
 def _split_by_block(places: Places) -> dict[tuple[int, int], Integers]:
     """The indices of the rows of each (source, turn), ascending: they are read ahead like that."""
-    by_turn = np.lexsort((places.turns, places.sources))
-    sources = places.sources[by_turn]
-    turns = places.turns[by_turn]
-    is_end = (sources[1:] != sources[:-1]) | (turns[1:] != turns[:-1])
-    ends = np.flatnonzero(is_end) + 1
-    begins = np.append(0, ends)
-    keys = zip(sources[begins].tolist(), turns[begins].tolist(), strict=True)
-    return dict(zip(keys, np.split(by_turn, ends), strict=True))
+    keys = (places.sources << _TURN_BITS) + places.turns
+    by_key = np.argsort(keys, kind="stable")
+    keys = keys[by_key]
+    begins = [0, *(np.flatnonzero(keys[1:] != keys[:-1]) + 1).tolist()]
+    ends = [*begins[1:], len(keys)]
+    first = keys[begins].tolist()
+    return {
+        (key >> _TURN_BITS, key & ((1 << _TURN_BITS) - 1)): by_key[begin:end]
+        for key, begin, end in zip(first, begins, ends, strict=True)
+    }

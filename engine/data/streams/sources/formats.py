@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rayzero.engine.checkpoint.store import is_remote
 from rayzero.engine.data.streams.sources.files import SourceReader
 
 _CACHED_FOOTERS = 256
+_MOST_BYTES = (1 << 31) - 1  # of a column of bytes, by its offsets
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,8 @@ class Parquet(Format):
         with pq.ParquetFile(
             pa.PythonFile(reader, mode="r"),
             metadata=self._footer(reader),
-            pre_buffer=True,
+            # One request of all columns: on a disk it would only take their memory at once.
+            pre_buffer=is_remote(reader.file.store.url),
             page_checksum_verification=True,
         ) as file:
             table = file.read_row_group(block.start, columns=schema.names, use_threads=False)
@@ -124,6 +128,22 @@ def read_content(reader: SourceReader, start: int, nbytes: int) -> memoryview:
         return raw
     with pa.CompressedInputStream(pa.BufferReader(raw), reader.file.codec) as stream:
         return memoryview(stream.read())
+
+
+def join_values(values: Sequence[memoryview | None]) -> pa.Array:
+    """A column of bytes: copied once, into memory of Arrow's pool, which returns it. Raises
+    ValueError if they are 2 GiB or more."""
+    ends = np.cumsum([0, *(0 if it is None else len(it) for it in values)])
+    if ends[-1] > _MOST_BYTES:
+        raise ValueError(f"{ends[-1]} bytes of a column in one block; at most {_MOST_BYTES}")
+    memory = pa.allocate_buffer(int(ends[-1]))
+    content = memoryview(memory).cast("B")
+    for value, start, end in zip(values, ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        if value is not None:
+            content[start:end] = value
+    present = pa.array([it is not None for it in values], pa.bool_()).buffers()[1]
+    offsets = pa.py_buffer(ends.astype(np.int32))
+    return pa.Array.from_buffers(pa.binary(), len(values), [present, offsets, memory])
 
 
 def _list_columns(schema: pa.Schema) -> str:

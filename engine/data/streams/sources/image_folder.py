@@ -11,6 +11,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from rayzero.engine.data.streams.sources.files import SourceFile, SourceReader, read_checked
+from rayzero.engine.data.streams.sources.formats import join_values
 from rayzero.engine.data.streams.sources.index import listing_digest
 from rayzero.engine.errors import DataError
 
@@ -58,7 +59,7 @@ class ImageFolder:
         changed or vanished, or its store fails for `retry_s`."""
         files = self._files[self._starts[block] : self._starts[block] + int(self.counts[block])]
 
-        def read(file: SourceFile) -> bytes:
+        def read(file: SourceFile) -> memoryview:
             return read_checked(file, f"in block {block}", _read_all, self._retry_s)
 
         labels = {name: number for number, name in enumerate(self.classes)}
@@ -74,7 +75,7 @@ class ImageFolder:
                 except BaseException:
                     pool.shutdown(wait=False, cancel_futures=True)
                     raise
-            table = table.append_column(_SCHEMA.field(0), pa.array(images, pa.binary()))
+            table = table.append_column(_SCHEMA.field(0), join_values(images))
         return table.select(self._columns)
 
     def describe(self, block: int) -> str:
@@ -95,8 +96,8 @@ class ImageFolder:
         return listing_digest(self._files, options)
 
 
-def _read_all(reader: SourceReader) -> bytes:
-    return reader.read_at(0, reader.file.nbytes).tobytes()
+def _read_all(reader: SourceReader) -> memoryview:
+    return reader.read_at(0, reader.file.nbytes)
 
 
 def _class_of(file: SourceFile) -> str:

@@ -12,7 +12,7 @@ from typing import IO, Any
 import pyarrow as pa
 
 from rayzero.engine.data.streams.sources.files import SourceReader
-from rayzero.engine.data.streams.sources.formats import FileBlock, Format, read_content
+from rayzero.engine.data.streams.sources.formats import FileBlock, Format, join_values, read_content
 
 KEY = "__key__"
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)
@@ -66,8 +66,8 @@ class WebDataset(Format):
     def read(self, reader: SourceReader, block: FileBlock, schema: pa.Schema) -> pa.Table:
         content = read_content(reader, block.start, block.nbytes)
         samples = list(_read_samples(pa.BufferReader(content)))
-        columns: dict[str, list[Any]] = {
-            suffix: [_slice(content, sample.parts.get(suffix)) for sample in samples]
+        columns: dict[str, Any] = {
+            suffix: join_values([_slice(content, sample.parts.get(suffix)) for sample in samples])
             for suffix in schema.names
             if suffix != KEY
         }
@@ -76,9 +76,8 @@ class WebDataset(Format):
         return pa.table({name: columns[name] for name in schema.names}, schema=schema)
 
 
-def _slice(content: memoryview, place: tuple[int, int] | None) -> bytes | None:
-    # Not a memoryview: pyarrow would never release it.
-    return None if place is None else bytes(content[place[0] : place[0] + place[1]])
+def _slice(content: memoryview, place: tuple[int, int] | None) -> memoryview | None:
+    return None if place is None else content[place[0] : place[0] + place[1]]
 
 
 def _read_samples(stream: IO[bytes]) -> Iterator[_Sample]:

@@ -24,9 +24,9 @@ def private_bytes() -> int:
     return next(int(it.split()[1]) << 10 for it in lines if it.startswith("Private_Dirty:"))
 
 
-def main(path: str, cache_bytes: int) -> int:
+def main(path: str, cache_bytes: int, threads: int = 4) -> int:
     source = rayzero.data.blocks(path)
-    reader = make_source(rayzero.data.stream(source, 4, cache_bytes), BATCH)
+    reader = make_source(rayzero.data.stream(source, 4, cache_bytes, threads=threads), BATCH)
     source.read(0).slice(0, 1).to_pylist()  # loads libraries
     pa.default_memory_pool().release_unused()
     before = private_bytes()
@@ -50,4 +50,4 @@ def main(path: str, cache_bytes: int) -> int:
 
 
 if __name__ == "__main__":
-    print(main(sys.argv[1], int(sys.argv[2])))
+    print(main(sys.argv[1], *map(int, sys.argv[2:])))
