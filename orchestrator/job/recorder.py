@@ -234,7 +234,7 @@ class JobRecorder:
         return write_log
 
     def _put_update(self, update: JournalUpdate) -> None:
-        self._newest_facts = update.facts
+        self._newest_facts = update.facts  # before its line: the state is never older than that
         if self._owns_journal:
             self._journal_queue.put(update.line)
 
