@@ -44,8 +44,7 @@ class WriteQueue:
                 self.changed.notify_all()
 
     def wake(self) -> None:
-        """For a queue whose `write` finds what there is to write: calls it once after this, even if
-        it is running now."""
+        """Calls `write`, which knows what is new, once after this, even if it is running now."""
         with self.changed:
             if len(self.items) < 2:
                 self.put(None)

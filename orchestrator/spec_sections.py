@@ -94,7 +94,7 @@ class MlflowSpec(SpecSection):
 
 
 class RecordsSpec(SpecSection):
-    """The job's log and page beside its checkpoints, where those are in a store."""
+    """Copies of the job's log and page with its checkpoints, where those are in a store."""
 
     interval_s: float = Field(
         default=5,

@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -194,11 +195,7 @@ def _log_parts(
 def _stored_parts(path: str, name: str, follow: bool) -> Iterator[bytes]:
     from rayzero.orchestrator.job.stored_log import StoredLog
 
-    return StoredLog(path, name, _note).parts(follow)
-
-
-def _note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr, flush=True)
+    return StoredLog(path, name, partial(print, "note:", file=sys.stderr)).parts(follow)
 
 
 def _watch_remotely(

@@ -1,4 +1,4 @@
-"""A job's log beside its checkpoints in a store: numbered parts, compressed.
+"""Copies a job's log into the store of its checkpoints: numbered parts, compressed.
 
 The log file on the disk of the job's process is the buffer: what a store does not take for a while
 is read from there later, so that memory is bounded by one read.
@@ -48,7 +48,7 @@ class LogUpload:
 
     def write(self, _: Sequence[None]) -> None:
         """Copies all that is in the log file. Raises StoreError, OSError, or as `fence`: the next
-        call goes on where this one ended."""
+        call continues where this one ended."""
         self._fence()
         while True:
             logged_bytes = self.logged_bytes  # before the read, which may find more

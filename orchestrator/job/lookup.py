@@ -152,17 +152,10 @@ def status_from_journal(path: str, name: str) -> JobStatus:
         repairs=history.total_repairs,
         checkpoint_step=history.checkpoint_step,
         journal=redact_url(state_url(folder)),
-        log=_log_of(folder),
+        log=redact_url(join_url(folder, LOG_FOLDER if "://" in folder else LOG_FILE)),
         error=history.error.partition("\n")[0],
         roles=roles,
     )
-
-
-def _log_of(folder: str) -> str:
-    """Where a job's log is that does not run."""
-    if "://" in folder:
-        return redact_url(join_url(folder, LOG_FOLDER))
-    return str(Path(folder, LOG_FILE))
 
 
 def _role_status(workers: Any, facts: RoleFacts) -> RoleStatus:

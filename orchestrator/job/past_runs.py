@@ -168,7 +168,7 @@ def remove_summary(plan: JobPlan) -> None:
 
 
 def _read_summary(plan: JobPlan) -> dict[str, Any] | None:
-    """From the store, or of an earlier version from this machine's disk."""
+    """Reads it from the store; that of an earlier version from this machine's disk."""
     with suppress(OSError, ValueError):
         try:
             content = open_store(plan.job_folder).read(plan.summary_path.name)

@@ -1,5 +1,5 @@
 """Records the events of a job in its process: in a buffer that clients poll, the log and the
-journal; beside the checkpoints in a store also the log and the results."""
+journal; where checkpoints are in a store, the log and the results there, too."""
 
 from __future__ import annotations
 

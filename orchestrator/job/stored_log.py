@@ -1,4 +1,4 @@
-"""Reads a job's log from the parts in its store, when the job's cluster may be gone."""
+"""Reads a job's log from the parts in its store, without the job's cluster."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class StoredLog:
         return facts is not None and bool(facts.end_state)
 
     def _read(self, part: StoreEntry) -> Iterator[bytes]:
-        """What is new in a part."""
+        """Yields what is new in a part."""
         begin = self._read_bytes.get(part.name, 0)
         try:
             content = self._store.read(part.name)
@@ -102,11 +102,9 @@ class StoredLog:
             self._note(f"{url} is damaged: {error}; the rest of its lines is missing here")
 
     def _note_missing(self, before: int, number: int) -> None:
-        missing = number - before - 1
-        if missing > 0 and not before:
-            self._note(f"the {missing} oldest parts of the log are not kept (records.max_bytes)")
-        elif missing > 0:
-            self._note(f"{missing} parts of the log are missing, from number {before + 1} on")
+        if number > before + 1:
+            why = "" if before else ": the oldest are removed (records.max_bytes)"
+            self._note(f"parts {before + 1} to {number - 1} of the log are not there{why}")
 
 
 def _decompress(content: bytes) -> Iterator[bytes]:

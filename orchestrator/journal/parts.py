@@ -53,7 +53,8 @@ class PartWriter:
             self._number = max(map(part_number, self._sizes), default=0) + 1
         if len(self._newest) >= self._part_bytes:
             self._number, self._newest = self._number + 1, b""
-        name, grown = self._newest_name, self._newest + content
+        name = f"{self._number:06d}-{self._writer_id}{self._suffix}"
+        grown = self._newest + content
         store.replace(name, grown)
         self._newest = grown
         self._sizes[name] = len(grown)
@@ -65,7 +66,3 @@ class PartWriter:
             oldest = next(iter(self._sizes))
             open_store(self._url).remove(oldest)
             del self._sizes[oldest]
-
-    @property
-    def _newest_name(self) -> str:
-        return f"{self._number:06d}-{self._writer_id}{self._suffix}"

@@ -136,7 +136,7 @@ class RunIndex:
         self._store = open_store(url, "--path")
         self._clock = clock
         self._is_remote = is_remote(url)
-        self._cache: dict[str, _Cached] = {}
+        self._cache: dict[str, tuple[float, int, int, Any]] = {}
         self._lock = Lock()
         self._rows: list[Row] = []
         self._listed_s = -inf
@@ -144,7 +144,7 @@ class RunIndex:
     def rows(self) -> list[Row]:
         """Every run, the newest first; of a store, where each costs a request, as they were up to
         `LIST_INTERVAL_S` ago. Raises StoreError if the store cannot be listed."""
-        with self._lock:  # whoever waits for it has the result
+        with self._lock:
             if not self._is_remote:
                 return self._list(map)
             if self._clock() - self._listed_s >= LIST_INTERVAL_S:
@@ -175,21 +175,23 @@ class RunIndex:
 
     def _row(self, job: str) -> Row | None:
         """A damaged file is an error in the row of its run, and in no other's."""
+        snapshot: Any = None
+        past: Any = None
         try:
-            entries = {entry.name: entry for entry in self._store.list_folder(job)}
+            for entry in self._store.list_folder(job):
+                if entry.name == SNAPSHOT_FILE:
+                    snapshot = self._cached(f"{job}/{entry.name}", entry, self._read_snapshot)
+                elif entry.name == STATE_FILE:
+                    past = self._cached(f"{job}/{entry.name}", entry, self._read_journal)
         except StoreError as error:
-            return {**_UNKNOWN_ROW, **_unreadable(Damage(first_line(error), 0.0)), "name": job}
-        path = f"{job}/{SNAPSHOT_FILE}"
-        snapshot = self._cached(path, entries.get(SNAPSHOT_FILE), self._read_snapshot)
-        path = f"{job}/{STATE_FILE}"
-        past = self._cached(path, entries.get(STATE_FILE), self._read_journal)
+            past = Damage(first_line(error), 0.0)
         damaged = next((it for it in (snapshot, past) if isinstance(it, Damage)), None)
         if isinstance(snapshot, dict):
             row = _row_of_snapshot(snapshot)
         elif isinstance(past, JobFacts):
             row = _row_of_journal(past)
         elif damaged is not None:
-            row = _unreadable(damaged)
+            row = {"state": "unreadable", "began_s": damaged.at_s, "at_s": damaged.at_s}
         else:
             return None
         if isinstance(past, JobFacts):
@@ -203,21 +205,21 @@ class RunIndex:
 
     def _cached(self, path: str, entry: StoreEntry | None, read: Callable[[str], Any]) -> Any:
         """Returns the result of `read`, or `Damage` if it raises RayzeroError; None without a file.
-        Reads only a file that has changed, and one of a clock of whole seconds, as stores have,
-        twice: it may have changed again within the second."""
+        Reads only a file that has changed; twice if its clock has whole seconds, as in stores: it
+        may have changed again within the second."""
         if entry is None:
             return None
         key = (entry.modified_s, entry.nbytes)
-        cached = self._cache.get(path)
-        if cached is None or cached.key != key or not cached.is_final:
-            is_second = cached is not None and cached.key == key
+        *old_key, reads_left, value = self._cache.get(path, (0.0, -1, 0, None))
+        if tuple(old_key) != key:
+            reads_left = 2 if entry.modified_s.is_integer() else 1
+        if reads_left:
             try:
                 value = read(path)
             except RayzeroError as error:
                 value = Damage(first_line(error), entry.modified_s)
-            is_final = is_second or not entry.modified_s.is_integer()
-            cached = self._cache[path] = _Cached(key, value, is_final)
-        return cached.value
+            self._cache[path] = (*key, reads_left - 1, value)
+        return value
 
     def _read(self, path: str) -> bytes | None:
         """Reads a regular file: anything else, such as a FIFO, would block."""
@@ -247,27 +249,11 @@ class RunIndex:
 
 
 @dataclass(frozen=True)
-class _Cached:
-    key: tuple[float, int]
-    value: Any
-    is_final: bool
-
-
-@dataclass(frozen=True)
 class Damage:
     """Why a file cannot be used, and when it was written (Unix time)."""
 
     text: str
     at_s: float
-
-
-def _unreadable(damage: Damage) -> Row:
-    return {
-        "state": "unreadable",
-        "began_s": damage.at_s,
-        "at_s": damage.at_s,
-        "error": damage.text,
-    }
 
 
 _UNKNOWN_ROW: Mapping[str, Any] = {
