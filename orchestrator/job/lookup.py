@@ -65,7 +65,8 @@ def load_run_history(path: str, name: str) -> JobFacts:
     folder = job_folder(path, name)
     history = read_sound_journal(folder)
     if history is None:
-        names = [entry.name for entry in open_store(path).list_folder() if entry.is_folder]
+        entries = open_store(path).list_folder()
+        names = [entry.name for entry in entries if entry.is_folder and entry.name != name]
         raise NoJournalError(
             f"no job {name!r} is running, and there is no journal in {redact_url(folder)}"
             f"{did_you_mean(name, names)}",
