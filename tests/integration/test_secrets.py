@@ -149,7 +149,7 @@ def check_records(stored: dict[str, bytes], log: str, url: str) -> None:
     kinds = [event["kind"] for event in events]
     assert (kinds[0], kinds[-1], kinds.count("repaired")) == ("begun", "ended", status["repairs"])
     saved = [event["step"] for event in events if event["kind"] == "checkpoint"]
-    assert saved == [int(step) for step in re.findall(r"checkpoint of step (\d+) in ", log)]
+    assert saved == [int(step) for step in re.findall(r"checkpoint of step (\d+): [0-9]", log)]
     with closing(JobsPage(url, "127.0.0.1", 0)) as page:
         with urlopen(f"{page.url}jobs.json", timeout=60) as response:
             text = response.read().decode()
