@@ -25,7 +25,7 @@ class WriteQueue:
 
     changed: Condition
     subject: str
-    write: Callable[[Sequence[Any]], None]
+    write: Callable[[Sequence[Any]], object]
     interval_s: float
     items: BoundedQueue[Any]
     failures: int = 0
@@ -42,6 +42,12 @@ class WriteQueue:
             if self.items.is_half_full and not self.failures and self.due_s > 0:
                 self.due_s = 0.0  # at once
                 self.changed.notify_all()
+
+    def wake(self) -> None:
+        """Calls `write`, which knows what is new, once after this, even if it is running now."""
+        with self.changed:
+            if len(self.items) < 2:
+                self.put(None)
 
     def flush(self, limit_s: float) -> bool:
         """Writes what is queued now. Blocks for up to `limit_s`; returns whether it is written."""
@@ -73,7 +79,7 @@ class BackgroundWriter:
     def __init__(
         self, warn: Callable[[str], None], retry_delays_s: Sequence[float] = RETRY_DELAYS_S
     ) -> None:
-        self._warn = warn
+        self.warn = warn
         self._retry_delays_s = retry_delays_s
         self._queues: list[WriteQueue] = []
         self._changed = Condition()
@@ -83,7 +89,7 @@ class BackgroundWriter:
     def add_queue(
         self,
         subject: str,
-        write: Callable[[Sequence[Any]], None],
+        write: Callable[[Sequence[Any]], object],
         interval_s: float,
         max_items: int = MAX_ITEMS,
     ) -> WriteQueue:
@@ -154,15 +160,15 @@ class BackgroundWriter:
             queue.written = end
             self._changed.notify_all()  # threads that wait in `flush`
         if dropped > 0:
-            self._warn(
+            self.warn(
                 f"{queue.subject}: {dropped} entries ({format_size(nbytes)}) were dropped: they"
-                " came faster than the disk could take them"
+                " came faster than they could be written"
             )
 
     def _schedule_retry(self, queue: WriteQueue, error: Exception) -> None:
         """Warns once for each series of failures."""
         if queue.failures == 0:
-            self._warn(f"{queue.subject} cannot be written, retrying: {first_line(error)}")
+            self.warn(f"{queue.subject} cannot be written, retrying: {first_line(error)}")
         with self._changed:
             last = len(self._retry_delays_s) - 1
             delay_s = self._retry_delays_s[min(queue.failures, last)]

@@ -158,6 +158,7 @@ ADOPTABLE_KEYS = (
     "checkpoint.resume",
     "recovery",
     "metrics",
+    "records",
     "faults",
     "ledger",
     "engine.zero_optimization",

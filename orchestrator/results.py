@@ -51,11 +51,15 @@ class JobResult:
         """Why no step was trained; empty if one was."""
         return str(self.metrics.get("note", ""))
 
+    def summary(self) -> bytes:
+        """The content of `summary.json`."""
+        return f"{json.dumps(self.metrics, indent=2)}\n".encode()
+
 
 def write_summary(result: JobResult) -> None:
     """Writes `summary.json` atomically."""
     temporary = result.summary_path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(result.metrics, indent=2) + "\n", encoding="utf-8")
+    temporary.write_bytes(result.summary())
     os.replace(temporary, result.summary_path)
 
 

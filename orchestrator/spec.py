@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from rayzero.engine.validation import error_lines, raise_config_error
-from rayzero.orchestrator.spec_sections import LaunchSpec, MetricsSpec, SpecSection
+from rayzero.orchestrator.spec_sections import LaunchSpec, MetricsSpec, RecordsSpec, SpecSection
 from rayzero.workers.messages import SCRIPT_ENTRYPOINT
 from rayzero.workers.nccl_settings import contradictions
 
@@ -339,6 +339,7 @@ class JobSpec(SpecSection):
     checkpoint: CheckpointSpec = CheckpointSpec()
     recovery: RecoverySpec = RecoverySpec()
     metrics: MetricsSpec = MetricsSpec()
+    records: RecordsSpec = RecordsSpec()
     faults: list[str] = Field(
         default_factory=list,
         description="faults to inject, such as kill(rank=1, step=7), for tests",

@@ -93,6 +93,23 @@ class MlflowSpec(SpecSection):
     experiment: str = Field(default="rayzero", min_length=1, description="name of the experiment")
 
 
+class RecordsSpec(SpecSection):
+    """Copies of the job's log and page with its checkpoints, where those are in a store."""
+
+    interval_s: float = Field(
+        default=5,
+        ge=0.1,
+        le=3600,
+        description="seconds between two writes: at most so much is missing after the controller "
+        "was killed",
+    )
+    max_bytes: int = Field(
+        default=256 * 2**20,
+        ge=2**20,
+        description="of the log's compressed parts; the oldest are removed",
+    )
+
+
 class MetricsSpec(SpecSection):
     """Metrics endpoint and metric files."""
 

@@ -55,14 +55,18 @@ RestartFlag: TypeAlias = Annotated[
     ),
 ]
 JobsPath: TypeAlias = Annotated[
-    str, typer.Option("--path", help="checkpoint.path of the job file, for jobs that do not run.")
+    str,
+    typer.Option(
+        "--path",
+        help="checkpoint.path of the job file, a folder or a URL, for jobs that do not run.",
+    ),
 ]
 OptionalJobsPath: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--path",
-        help="checkpoint.path of the job file, for jobs that do not run. Default: the cluster's "
-        "record of the job; otherwise `runs`.",
+        help="checkpoint.path of the job file, a folder or a URL, for jobs that do not run. "
+        "Default: the cluster's record of the job; otherwise `runs`.",
     ),
 ]
 JsonValueFlag: TypeAlias = Annotated[

@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 commands = new_group()
 
 
-@commands.command(epilog="Example: rayzero logs -f gpt")
+@commands.command(epilog="Example: rayzero logs -f gpt, rayzero logs gpt --path s3://bucket/runs")
 @cluster_command
 def logs(
     name: JobName,
@@ -51,15 +52,19 @@ def logs(
     address: ClusterAddress = None,
     path: OptionalJobsPath = None,
 ) -> None:
-    """Print a job's log: the output of its workers, and its events.
+    """Print a job's log: the output of its workers, and its events. With a URL as --path it is read
+    there, of all of the job's controllers, and no cluster is needed.
 
-    Exit code 0: printed. 1: the job did not respond. 2: no such job, or its log is on another
-    machine.
+    Exit code 0: printed. 1: the job or the store did not respond, or a part of the log is damaged.
+    2: no such job, or its log is on another machine.
     """
     from rayzero.orchestrator.job.log import iter_log_lines
 
-    job = find_job(name, address, path)
-    for line in iter_log_lines(_log_parts(job, address, follow), rank, role):
+    if path is not None and "://" in path:
+        parts = _stored_parts(path, name, follow)
+    else:
+        parts = _log_parts(find_job(name, address, path), address, follow)
+    for line in iter_log_lines(parts, rank, role):
         print(line, flush=True)
 
 
@@ -104,12 +109,14 @@ def top(
     return 0
 
 
-@commands.command(epilog="Example: rayzero page --path /shared/runs --port 9500")
+@commands.command(
+    epilog="Example: rayzero page --path /shared/runs, rayzero page --path s3://bucket/runs"
+)
 @local_command
 def page(
     path: Annotated[
-        Path, typer.Option("--path", help="checkpoint.path of the job files: a folder.")
-    ] = Path("runs"),
+        str, typer.Option("--path", help="checkpoint.path of the job files: a folder, or a URL.")
+    ] = "runs",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port of the page; 0: any free one.")
     ] = 9500,
@@ -117,32 +124,37 @@ def page(
         str, typer.Option(help="Address to listen on; 0.0.0.0: all interfaces.")
     ] = "127.0.0.1",
 ) -> None:
-    """Serve one page of all jobs in a folder, running and ended, with a comparison of their runs,
-    until Ctrl-C. It reads what the jobs write there, and needs no cluster.
+    """Serve one page of all jobs in a folder or a store, running and ended, with a comparison of
+    their runs, until Ctrl-C. It reads what the jobs write there, and needs no cluster.
 
-    Exit code 2: no such folder, or the port is taken. 130: ended by Ctrl-C.
+    Exit code 1: the store cannot be read. 2: no such folder, or the port is taken. 130: ended by
+    Ctrl-C.
     """
     from threading import Event
 
+    from rayzero.engine.checkpoint.store import folder_exists, is_remote, local_path
+    from rayzero.engine.redact import redact_url
     from rayzero.orchestrator.metrics.jobs_page import JobsPage
 
-    if not path.is_dir():
+    if not folder_exists(path):
         raise ConfigError(
-            f"{str(path)!r} is not a folder on this machine",
-            allowed="checkpoint.path of the job files; for a URL `runs` in the folder where the "
-            "jobs were submitted, on the head node",
+            f"{path!r} is not a folder on this machine",
+            allowed="checkpoint.path of the job files",
             fix="--path",
         )
-    with closing(JobsPage(path.resolve(), host, port)) as served:
-        print(f"page: {served.url} (jobs in {path}; Ctrl-C ends it)", flush=True)
+    url = path if is_remote(path) else str(Path(local_path(path)).resolve())
+    with closing(JobsPage(url, host, port)) as served:
+        print(f"page: {served.url} (jobs in {redact_url(path)}; Ctrl-C ends it)", flush=True)
         Event().wait()
 
 
 def _log_parts(
     job: RunningJob | EndedJob | JobStatus, address: str | None, follow: bool
 ) -> Iterator[bytes]:
-    """The log of a running job; of one that has ended from the disk of this machine, or of the head
-    node of the cluster that has a record of it."""
+    """The log of a running job; of one that has ended from the disk of this machine, of the head
+    node of the cluster that has a record of it, or from its store."""
+    from rayzero.engine.checkpoint.store import split_url
+    from rayzero.engine.redact import REDACTED
     from rayzero.orchestrator.cluster.connect import connect_each
     from rayzero.orchestrator.job.actor import JobActor
     from rayzero.orchestrator.job.client import read_job_log
@@ -162,13 +174,28 @@ def _log_parts(
     for cluster in connect_each(address) if isinstance(job, EndedJob) else ():
         if (record := load_ended(status.name)) is not None:
             with closing(cluster):
-                yield from read_job_log(record.status.log)
-            return
+                parts = read_job_log(record.status.log)
+                if first := next(parts, b""):
+                    yield first
+                    yield from parts
+                    return
+    folder, _ = split_url(status.journal)
+    path, _ = split_url(folder)
+    if "://" in path and REDACTED not in path:  # the head's disk is another one now
+        yield from _stored_parts(path, status.name, follow=False)
+        return
     raise ConfigError(
         f"the job's log {status.log!r} does not exist on this machine",
         allowed="the machine on which the job's controller ran",
-        fix="run the command there, or give the --address of the job's cluster",
+        fix="run the command there; give the --address of the job's cluster, or as --path the URL "
+        "that is its checkpoint.path",
     )
+
+
+def _stored_parts(path: str, name: str, follow: bool) -> Iterator[bytes]:
+    from rayzero.orchestrator.job.stored_log import StoredLog
+
+    return StoredLog(path, name, partial(print, "note:", file=sys.stderr)).parts(follow)
 
 
 def _watch_remotely(

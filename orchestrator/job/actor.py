@@ -37,7 +37,12 @@ from rayzero.orchestrator.job.command_server import ensure_command_server
 from rayzero.orchestrator.job.ended_jobs import delete_ended, store_ended
 from rayzero.orchestrator.job.lease import Lease, acquire_lease
 from rayzero.orchestrator.job.log import LogPosition, read_log
-from rayzero.orchestrator.job.past_runs import PastRuns, load_past_runs, repeated_result
+from rayzero.orchestrator.job.past_runs import (
+    PastRuns,
+    load_past_runs,
+    remove_summary,
+    repeated_result,
+)
 from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
 from rayzero.orchestrator.job_events import JobWarning, MetricsServed
 from rayzero.orchestrator.machine import State
@@ -251,19 +256,20 @@ class JobActor:
         """Builds the run. Raises as `Telemetry`."""
         plan, warn = self._plan, self._warn
         # It exists if and only if the last run succeeded.
-        await asyncio.to_thread(plan.summary_path.unlink, missing_ok=True)
+        await asyncio.to_thread(remove_summary, plan)
         clock, events = Clock(), EventBus(past.lost)
         telemetry = await asyncio.to_thread(lambda: Telemetry(plan, clock, self._writer, events))
         if past.lost is not None:
-            await asyncio.to_thread(telemetry.restore_curves, plan.output_dir, warn)
+            await asyncio.to_thread(telemetry.restore_curves, plan.job_folder, warn)
         # After the telemetry, whose wall time its entries include.
         recorder = JobRecorder(
-            plan, self._events, self._writer, events, telemetry.seconds, lease.check
+            plan, self._events, self._writer, events, telemetry.seconds, lease.check, warn
         )
         recorder.begin(adopted=past.lost is not None)
         trackers = Trackers(plan, events.facts.began_at_s, warn)
         trackers.subscribe_to(events)
-        RunFiles(plan.output_dir, telemetry, self._writer).subscribe_to(events)
+        files = RunFiles(plan, telemetry, self._writer, recorder.store_writer, lease.check)
+        files.subscribe_to(events)
         if telemetry.port_note:
             warn(telemetry.port_note)
         if telemetry.url is not None:
@@ -296,7 +302,11 @@ class JobActor:
         if self._run is not None:
             self._run.recorder.end(outcome)
             await asyncio.to_thread(self._run.trackers.close)
-        await asyncio.to_thread(self._writer.close, self._plan.disk_limit_s)
+        closing_s, limit_s = self._clock.now(), self._plan.disk_limit_s
+        await asyncio.to_thread(self._writer.close, limit_s)
+        if self._run is not None:  # after the log file has its last line
+            left_s = max(1.0, limit_s - (self._clock.now() - closing_s))
+            await asyncio.to_thread(self._run.recorder.close_store, left_s)
         error = first_line(outcome) if isinstance(outcome, RayzeroError) else ""
         status = replace(await self.status(), state=final_state(outcome), error=error)
         if isinstance(outcome, JobResult):

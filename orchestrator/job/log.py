@@ -53,10 +53,19 @@ def read_log(
     return b"", position
 
 
+def end_of_log(path: Path) -> LogPosition:
+    """The position after what is in the log now."""
+    with suppress(FileNotFoundError):
+        status = path.stat()
+        return LogPosition(status.st_ino, status.st_size)
+    return LogPosition()
+
+
 def append_log(
     path: Path, lines: Sequence[str], *, parents: bool = True, max_bytes: int = LOG_MAX_BYTES
-) -> None:
-    """Appends lines, with credentials in URLs redacted. May raise OSError.
+) -> int:
+    """Appends lines, with credentials in URLs redacted. Returns the number of bytes. May raise
+    OSError.
 
     Args:
         parents: make not only the log's folder, but also those that hold it.
@@ -65,8 +74,9 @@ def append_log(
     path.parent.mkdir(parents=parents, exist_ok=True)
     if path.exists() and path.stat().st_size > max_bytes:
         _rotate(path)
-    with path.open("a", encoding="utf-8", errors="replace") as file:
-        file.writelines(f"{redact_url(line)}\n" for line in lines)
+    content = "".join(f"{redact_url(line)}\n" for line in lines).encode("utf-8", "replace")
+    with path.open("ab") as file:
+        return file.write(content)
 
 
 def iter_log_lines(

@@ -21,6 +21,7 @@ from rayzero.orchestrator.facts import JobFacts
 from rayzero.orchestrator.job.actor import JobActor
 from rayzero.orchestrator.job.client import JobProcess, JobProcessLostError, list_running
 from rayzero.orchestrator.job.ended_jobs import load_ended
+from rayzero.orchestrator.job.log_upload import LOG_FOLDER
 from rayzero.orchestrator.journal.files import (
     SEGMENTS_FOLDER,
     STATE_FILE,
@@ -64,8 +65,11 @@ def load_run_history(path: str, name: str) -> JobFacts:
     folder = job_folder(path, name)
     history = read_sound_journal(folder)
     if history is None:
+        entries = open_store(path).list_folder()
+        names = [entry.name for entry in entries if entry.is_folder and entry.name != name]
         raise NoJournalError(
-            f"no job {name!r} is running, and there is no journal in {redact_url(folder)}",
+            f"no job {name!r} is running, and there is no journal in {redact_url(folder)}"
+            f"{did_you_mean(name, names)}",
             allowed="a running job, or a job in the given checkpoint.path",
             fix="check the name; --address: the job's cluster; --path: checkpoint.path of its job "
             "file",
@@ -149,7 +153,7 @@ def status_from_journal(path: str, name: str) -> JobStatus:
         repairs=history.total_repairs,
         checkpoint_step=history.checkpoint_step,
         journal=redact_url(state_url(folder)),
-        log="" if is_remote(folder) else str(Path(folder, LOG_FILE)),
+        log=redact_url(join_url(folder, LOG_FOLDER if "://" in folder else LOG_FILE)),
         error=history.error.partition("\n")[0],
         roles=roles,
     )
@@ -206,7 +210,8 @@ def find_any(name: str, address: str | None) -> RunningJob | EndedJob:
     raise ConfigError(
         f"no running job is called {name!r}{did_you_mean(name, running)}",
         allowed=f"a running job: {', '.join(sorted(running))}" if running else "",
-        fix="check the name, or --address or RAY_ADDRESS for another cluster",
+        fix="check the name; --address or RAY_ADDRESS for another cluster; --path with the "
+        "checkpoint.path of its job file if the job, or its cluster, has ended",
     )
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rayzero.engine.checkpoint.catalogue import newest_complete
-from rayzero.engine.checkpoint.store import is_remote, local_path
+from rayzero.engine.checkpoint.errors import StoreError
+from rayzero.engine.checkpoint.store import is_remote, local_path, open_store
 from rayzero.engine.config import parse_config
 from rayzero.engine.data.batch_sizes import resolve_batch_sizes
 from rayzero.engine.errors import ConfigError
@@ -146,7 +147,7 @@ def repeated_result(plan: JobPlan, last: LastRun | None) -> JobResult | None:
             fix=f"{TRAIN_HINT}; checkpoint.resume: {newest.folder} runs the function with its "
             "weights, without a step",
         )
-    summary = _read_summary(plan.summary_path)
+    summary = _read_summary(plan)
     if summary is None:
         return None
     note = (
@@ -158,9 +159,24 @@ def repeated_result(plan: JobPlan, last: LastRun | None) -> JobResult | None:
     return JobResult(spec.name, summary | {"note": note}, plan.summary_path, returned)
 
 
-def _read_summary(path: Path) -> dict[str, Any] | None:
+def remove_summary(plan: JobPlan) -> None:
+    """Removes `summary.json`, which a job's folder has if and only if its last run has succeeded.
+    May block, and raise StoreError."""
+    plan.summary_path.unlink(missing_ok=True)
+    if plan.spec.checkpoint.is_url:
+        open_store(plan.job_folder).remove(plan.summary_path.name)
+
+
+def _read_summary(plan: JobPlan) -> dict[str, Any] | None:
+    """Reads it from the store; that of an earlier version from this machine's disk."""
     with suppress(OSError, ValueError):
-        summary = json.loads(path.read_bytes())
+        try:
+            content = open_store(plan.job_folder).read(plan.summary_path.name)
+            if plan.spec.checkpoint.is_url:  # the run was another machine's, perhaps
+                plan.summary_path.write_bytes(content)
+        except StoreError:
+            content = plan.summary_path.read_bytes()
+        summary = json.loads(content)
         return summary if isinstance(summary, dict) and "steps" in summary else None
     return None
 

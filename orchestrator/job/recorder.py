@@ -1,17 +1,18 @@
 """Records the events of a job in its process: in a buffer that clients poll, the log and the
-journal."""
+journal; where checkpoints are in a store, the log and the results there, too."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
 
+from rayzero.engine.checkpoint.store import open_store
 from rayzero.engine.errors import RayzeroError
 from rayzero.engine.redact import redact_document, redact_url
 from rayzero.orchestrator.aio import ChangeNotifier
@@ -20,6 +21,7 @@ from rayzero.orchestrator.console import PlainConsole
 from rayzero.orchestrator.event_text import summary_lines
 from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.job.log import append_log
+from rayzero.orchestrator.job.log_upload import LogUpload
 from rayzero.orchestrator.job_events import (
     FolderRemoved,
     JobEvent,
@@ -107,7 +109,11 @@ class JobRecorder:
 
     Args:
         seconds: the wall time by cause, for the journal.
-        fence: raises when another process owns the job's folder; called in the writer's thread.
+        fence: raises when another process owns the job's folder; called in the writers' threads.
+        warn: emits a warning; thread-safe.
+
+    Attributes:
+        store_writer: writes what a store gets besides the journal, which must not wait for it.
     """
 
     def __init__(
@@ -118,17 +124,29 @@ class JobRecorder:
         events: EventBus,
         seconds: Callable[[], Mapping[str, float]] = dict,
         fence: Callable[[], None] = lambda: None,
+        warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._plan = plan
         self._buffer = buffer
         self._events = events
+        self.store_writer = BackgroundWriter(warn)
         # The holder of the lease makes the job's folder again if it is removed, and nobody else.
         append_lines = partial(append_log, plan.log_path, parents=plan.spec.checkpoint.is_url)
-        log = writer.add_queue("the job's log", append_lines, _LOG_FLUSH_INTERVAL_S)
+        self._store_summary: Callable[[JobResult], None] = lambda _: None
+        write_log: Callable[[Sequence[str]], object] = append_lines
+        if plan.spec.checkpoint.is_url:
+            write_log = self._open_store_queues(append_lines, fence)
+        log = writer.add_queue("the job's log", write_log, _LOG_FLUSH_INTERVAL_S)
         self._log = log
         self._plain_console = PlainConsole(log.put, shows_end=False)
         files = JournalFiles(plan.job_folder, fence)
-        self._journal_queue = writer.add_queue("the journal", files.write, files.flush_interval_s)
+        self._newest_facts = events.facts
+
+        def write_lines(lines: Sequence[str]) -> None:
+            files.write([JournalUpdate(self._newest_facts, line) for line in lines])
+
+        # Lines alone: with the facts of each the queue would be full after some hundred events.
+        self._journal_queue = writer.add_queue("the journal", write_lines, files.flush_interval_s)
         JournalWriter(self._put_update, events, seconds, files.step_interval_s)
         self._owns_journal = True
 
@@ -160,6 +178,8 @@ class JobRecorder:
             lines = str(outcome).splitlines()
         for line in lines:
             self._log.put(line)
+        if isinstance(outcome, JobResult):
+            self._store_summary(outcome)
         self._log.put(f"--- {final_state(outcome)} at {format_time(time.time())} ---")
         self._events.emit(RunEnded(str(final_state(outcome)), error))
 
@@ -167,6 +187,7 @@ class JobRecorder:
         """Writes nothing into the job's folder any more: another process owns it."""
         self._owns_journal = False
         self._journal_queue.discard()
+        self.store_writer.close(0.0)
 
     def write_again(self) -> None:
         """The files in the job's folder were removed: writes the journal's state, and a line."""
@@ -180,9 +201,42 @@ class JobRecorder:
         """Blocks until what has happened so far is durable. Returns whether it is, in time."""
         return self._journal_queue.flush(limit_s)
 
+    def close_store(self, limit_s: float) -> None:
+        """Writes what the store has not got yet; after the log file's end. Blocks for up to
+        `limit_s`."""
+        if not self.store_writer.close(limit_s) and self._owns_journal:
+            self.store_writer.warn(
+                "the store has not taken the end of the job's log, or its results: they are in "
+                f"{self._plan.output_dir}"
+            )
+
+    def _open_store_queues(
+        self, append_lines: Callable[[Sequence[str]], int], fence: Callable[[], None]
+    ) -> Callable[[Sequence[str]], None]:
+        """Copies the log, and the results at the end, into the job's store. Returns what writes
+        lines of the log."""
+        upload = LogUpload(self._plan, self.store_writer.warn, fence)
+        interval_s = self._plan.spec.records.interval_s
+        log = self.store_writer.add_queue("the log in the store", upload.write, interval_s)
+
+        def write_summary(results: Sequence[JobResult]) -> None:
+            fence()
+            store = open_store(self._plan.job_folder)
+            store.replace(self._plan.summary_path.name, results[-1].summary())
+
+        summary = self.store_writer.add_queue("the results in the store", write_summary, 0.0)
+        self._store_summary = summary.put
+
+        def write_log(lines: Sequence[str]) -> None:
+            upload.logged_bytes += append_lines(lines)
+            log.wake()
+
+        return write_log
+
     def _put_update(self, update: JournalUpdate) -> None:
+        self._newest_facts = update.facts  # before its line: the state is never older than that
         if self._owns_journal:
-            self._journal_queue.put(update)
+            self._journal_queue.put(update.line)
 
     def _show(self, event: JobEvent) -> None:
         event = redact_event(event)

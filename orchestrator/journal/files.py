@@ -1,15 +1,13 @@
 """The files of a journal: one state file, replaced atomically, and one append-only list of events.
 
 The state file alone is what adoption, `status` and `resume` read. On an object store, which cannot
-append, the events are numbered segments, each rewritten as it grows.
+append, the events are numbered parts.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from rayzero.orchestrator.journal.entries import (
     fold_entries,
     parse_facts,
 )
+from rayzero.orchestrator.journal.parts import PartWriter, list_parts
 
 STATE_FILE = "job.json"
 EVENTS_FILE = "events.jsonl"
@@ -35,9 +34,7 @@ MAX_EVENTS_BYTES = 16 * 2**20
 SEGMENTS_FOLDER = "journal"
 """Events on an object store; also the whole journal of runs before there was a state file."""
 MAX_SEGMENT_BYTES = 64 * 1024
-"""A segment of this size is complete, and the next one is started."""
-
-_SEGMENT_NAME = re.compile(r"(\d{6})-[0-9a-f]{8}\.jsonl")
+"""A part of the events of this size is full, and the next one is started."""
 
 
 def state_url(job_folder: str) -> str:
@@ -97,7 +94,8 @@ class JournalFiles:
         self._fence = fence
         self._max_events_bytes = max_events_bytes
         remote = is_remote(job_folder)
-        self._segments = _Segments(job_folder) if remote else None
+        events_url = join_url(job_folder, SEGMENTS_FOLDER)
+        self._parts = PartWriter(events_url, ".jsonl", MAX_SEGMENT_BYTES) if remote else None
         # Requests to a store cost more than writes to a disk.
         self.flush_interval_s = 5.0 if remote else 0.5
         """How long updates are to be collected."""
@@ -114,8 +112,8 @@ class JournalFiles:
         state = facts_json(updates[-1].facts)
         open_store(self._job_folder).replace(STATE_FILE, state)
         lines = [update.line for update in updates if update.line]
-        if lines and self._segments is not None:
-            self._segments.write(lines)
+        if lines and self._parts is not None:
+            self._parts.append("".join(f"{line}\n" for line in lines).encode())
         elif lines:
             path = Path(self._job_folder.removeprefix("file://")) / EVENTS_FILE
             _append_events(path, lines, self._max_events_bytes)
@@ -141,42 +139,13 @@ def _append_events(path: Path, lines: Sequence[str], max_bytes: int) -> None:
         file.writelines(f"{line}\n" for line in lines)
 
 
-class _Segments:
-    """Events in an object store. Two processes never write the same object."""
-
-    def __init__(self, job_folder: str) -> None:
-        self._store_url = join_url(job_folder, SEGMENTS_FOLDER)
-        self._writer_id = secrets.token_hex(4)
-        self._number: int | None = None
-        self._lines: list[str] = []
-
-    def write(self, lines: Sequence[str]) -> None:
-        """Durable when it returns. Raises StoreError, and then a part of the lines is missing."""
-        store = open_store(self._store_url)
-        if self._number is None:
-            names = _segment_names(self._store_url)
-            self._number = int(names[-1][:6]) + 1 if names else 1
-        for start in range(0, len(lines), 200):
-            if sum(map(len, self._lines)) > MAX_SEGMENT_BYTES:
-                self._number, self._lines = self._number + 1, []
-            content = [*self._lines, *lines[start : start + 200]]
-            name = f"{self._number:06d}-{self._writer_id}.jsonl"
-            store.replace(name, "".join(f"{line}\n" for line in content).encode())
-            self._lines = content
-
-
-def _segment_names(url: str) -> list[str]:
-    entries = open_store(url).list_folder()
-    return sorted(entry.name for entry in entries if _SEGMENT_NAME.fullmatch(entry.name))
-
-
 def _read_segments(job_folder: str) -> JobFacts | None:
     """The journal of a run from before there was a state file: all of it is in the segments."""
     url = join_url(job_folder, SEGMENTS_FOLDER)
     store = open_store(url)
     entries: list[dict[str, Any]] = []
-    for name in reversed(_segment_names(url)):
-        segment = list(_parse_lines(store.read(name)))
+    for part in reversed(list_parts(store)):
+        segment = list(_parse_lines(store.read(part.name)))
         entries = segment + entries
         if any(entry["kind"] == "begun" and not entry.get("adopted") for entry in segment):
             break

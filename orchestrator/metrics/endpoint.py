@@ -186,15 +186,18 @@ def listen(
     raise ConfigError("metrics.ports: no port to listen on", fix="set metrics.ports to 1 or more")
 
 
-def page_answer(find_page: Callable[[web.BaseRequest], Page | None], available: str) -> Answer:
+def page_answer(
+    find_page: Callable[[web.BaseRequest], Page | None], available: str, *, may_wait: bool = False
+) -> Answer:
     """Answers requests by the page that `find_page` returns, compressed if the client takes that.
-    It returns None for a path other than the available ones, and may raise RayzeroError."""
+    It returns None for a path other than the available ones, and may raise RayzeroError; with
+    `may_wait` it runs in a thread of its own."""
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
         if request.method not in ("GET", "HEAD"):
             return _refusal(405, "use GET or HEAD")
         try:
-            page = find_page(request)
+            page = await asyncio.to_thread(find_page, request) if may_wait else find_page(request)
         except RayzeroError as error:
             return _refusal(422, first_line(error))
         if page is None:

@@ -1,26 +1,29 @@
-"""The page of all jobs of a folder, running and ended: its HTTP server, and its reads of their
-files."""
+"""The page of all jobs of a folder or store, running and ended: its HTTP server, and its reads of
+their files."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from math import isfinite
-from pathlib import Path
-from time import time
+from math import inf, isfinite
+from threading import Lock
+from time import monotonic, time
 from typing import Any
 
 from aiohttp import web
 
 from rayzero.engine.checkpoint.errors import StoreError
-from rayzero.engine.checkpoint.store_local import LocalStore
+from rayzero.engine.checkpoint.store import is_remote, open_store
+from rayzero.engine.checkpoint.store_local import StoreEntry
 from rayzero.engine.errors import ConfigError, RayzeroError, first_line
+from rayzero.engine.redact import redact_url
 from rayzero.orchestrator.facts import JobFacts
 from rayzero.orchestrator.job_file import flatten_document
-from rayzero.orchestrator.journal.files import STATE_FILE, read_journal
+from rayzero.orchestrator.journal.entries import parse_facts
+from rayzero.orchestrator.journal.files import STATE_FILE
 from rayzero.orchestrator.metrics.endpoint import (
     STOP_TIMEOUT_S,
     Page,
@@ -45,19 +48,26 @@ _RUN_FILE = re.compile(
 MAX_FILE_BYTES = 32 * 2**20
 """Larger files are not of a job."""
 
+LIST_INTERVAL_S = 5.0
+"""Between two lists of a store's jobs, however many clients ask."""
+_READERS = 8  # threads that read jobs of a store
+
 Row = dict[str, Any]
 
 
 class JobsPage:
     """Serves the page until `close`, as `HttpServer` does. Raises ConfigError if it cannot listen
-    there; port 0 is any free one."""
+    there; port 0 is any free one; StoreError if the store of jobs cannot be read."""
 
-    def __init__(self, folder: Path, host: str, port: int, now: Callable[[], float] = time) -> None:
-        self._folder = folder
-        self._index = RunIndex(folder)
+    def __init__(self, url: str, host: str, port: int, now: Callable[[], float] = time) -> None:
+        self._url = url
+        self._index = RunIndex(url)
         self._now = now
+        if is_remote(url):
+            self._index.rows()  # before the first client waits for it
         of_job = (f"/jobs/NAME/{name}" for name in (SNAPSHOT_FILE, HISTORY_FILE, "steps.csv"))
-        answer = page_answer(self._find_page, ", ".join(["/", "/jobs.json", "/jobs.csv", *of_job]))
+        available = ", ".join(["/", "/jobs.json", "/jobs.csv", *of_job])
+        answer = page_answer(self._find_page, available, may_wait=True)
         self._server = listen(host, [port], answer, "--port", "--port and --host")
         self.url = f"{self._server.url}/"
 
@@ -89,7 +99,7 @@ class JobsPage:
         return {
             "format": INDEX_FORMAT,
             "at_s": self._now(),
-            "folder": str(self._folder),
+            "folder": redact_url(self._url),
             "jobs": with_config_differences(self._index.rows()),
         }
 
@@ -119,35 +129,62 @@ def _leaves(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RunIndex:
-    """The runs in a folder of jobs (`checkpoint.path`). Files are read again when they change.
-    Thread-safe: a lost update of the cache is read once more."""
+    """The runs in a folder or store of jobs (`checkpoint.path`). Files are read again when they
+    change. Thread-safe: a lost update of the cache is read once more."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._cache: dict[Path, tuple[tuple[int, int], Any]] = {}
+    def __init__(self, url: str, clock: Callable[[], float] = monotonic) -> None:
+        self._store = open_store(url, "--path")
+        self._clock = clock
+        self._is_remote = is_remote(url)
+        self._cache: dict[str, tuple[float, int, int, Any]] = {}
+        self._lock = Lock()
+        self._rows: list[Row] = []
+        self._listed_s = -inf
 
     def rows(self) -> list[Row]:
-        """Every run, the newest first."""
-        try:
-            names = sorted(entry.name for entry in os.scandir(self._folder) if entry.is_dir())
-        except OSError:
-            names = []
-        rows = [row for name in names if (row := self._row(name)) is not None]
-        return sorted(rows, key=lambda row: -float(row["began_s"]))
+        """Every run, the newest first; of a store, where each costs a request, as they were up to
+        `LIST_INTERVAL_S` ago. Raises StoreError if the store cannot be listed."""
+        with self._lock:
+            if not self._is_remote:
+                return self._list(map)
+            if self._clock() - self._listed_s >= LIST_INTERVAL_S:
+                with ThreadPoolExecutor(_READERS) as pool:
+                    self._rows = self._list(pool.map)
+                self._listed_s = self._clock()
+            return self._rows
 
     def file(self, job: str, name: str) -> bytes | None:
         """The content of a run's file; None if there is none. `job` is a name, not a path. Raises
         StoreError if it cannot be read; ConfigError if it is damaged."""
-        path = self._folder / job / name
+        path = f"{job}/{name}"
         check = self._read_snapshot if name == SNAPSHOT_FILE else self._check_history
-        if isinstance(damage := self._cached(path, check), Damage):
+        if isinstance(damage := self._cached(path, self._store.find(path), check), Damage):
             raise ConfigError(damage.text)
         return self._read(path)
 
+    def _list(self, map_all: Callable[..., Iterable[Row | None]]) -> list[Row]:
+        try:
+            entries = self._store.list_folder()
+        except StoreError:
+            if self._is_remote:
+                raise
+            entries = []
+        names = sorted(entry.name for entry in entries if entry.is_folder)
+        rows = [row for row in map_all(self._row, names) if row is not None]
+        return sorted(rows, key=lambda row: -float(row["began_s"]))
+
     def _row(self, job: str) -> Row | None:
         """A damaged file is an error in the row of its run, and in no other's."""
-        snapshot = self._cached(self._folder / job / SNAPSHOT_FILE, self._read_snapshot)
-        past = self._cached(self._folder / job / STATE_FILE, self._read_journal)
+        snapshot: Any = None
+        past: Any = None
+        try:
+            for entry in self._store.list_folder(job):
+                if entry.name == SNAPSHOT_FILE:
+                    snapshot = self._cached(f"{job}/{entry.name}", entry, self._read_snapshot)
+                elif entry.name == STATE_FILE:
+                    past = self._cached(f"{job}/{entry.name}", entry, self._read_journal)
+        except StoreError as error:
+            past = Damage(first_line(error), 0.0)
         damaged = next((it for it in (snapshot, past) if isinstance(it, Damage)), None)
         if isinstance(snapshot, dict):
             row = _row_of_snapshot(snapshot)
@@ -166,46 +203,48 @@ class RunIndex:
         row |= {"name": job} if damaged is None else {"name": job, "error": damaged.text}
         return {**_UNKNOWN_ROW, **row}
 
-    def _cached(self, path: Path, read: Callable[[Path], Any]) -> Any:
+    def _cached(self, path: str, entry: StoreEntry | None, read: Callable[[str], Any]) -> Any:
         """Returns the result of `read`, or `Damage` if it raises RayzeroError; None without a file.
-        Reads only a file that has changed."""
-        try:
-            status = path.stat()
-        except OSError:
+        Reads only a file that has changed; twice if its clock has whole seconds, as in stores: it
+        may have changed again within the second."""
+        if entry is None:
             return None
-        key = (status.st_mtime_ns, status.st_size)
-        cached = self._cache.get(path)
-        if cached is None or cached[0] != key:
+        key = (entry.modified_s, entry.nbytes)
+        *old_key, reads_left, value = self._cache.get(path, (0.0, -1, 0, None))
+        if tuple(old_key) != key:
+            reads_left = 2 if entry.modified_s.is_integer() else 1
+        if reads_left:
             try:
                 value = read(path)
             except RayzeroError as error:
-                value = Damage(first_line(error), status.st_mtime)
-            cached = self._cache[path] = (key, value)
-        return cached[1]
+                value = Damage(first_line(error), entry.modified_s)
+            self._cache[path] = (*key, reads_left - 1, value)
+        return value
 
-    def _read(self, path: Path) -> bytes | None:
+    def _read(self, path: str) -> bytes | None:
         """Reads a regular file: anything else, such as a FIFO, would block."""
         try:
-            return LocalStore(path.parent).read(path.name, MAX_FILE_BYTES)
+            return self._store.read(path, MAX_FILE_BYTES)
         except StoreError as error:
             if error.kind == "gone":
                 return None
             raise
 
-    def _read_snapshot(self, path: Path) -> Row | None:
+    def _read_snapshot(self, path: str) -> Row | None:
         content = self._read(path)
         return None if content is None else _parse_snapshot(content)
 
-    def _check_history(self, path: Path) -> None:
+    def _check_history(self, path: str) -> None:
         content = self._read(path)
-        value = None if content is None else _parse_json(content, path.name)
+        value = None if content is None else _parse_json(content, HISTORY_FILE)
         if content is not None and not (isinstance(value, dict) and "curves" in value):
-            raise ConfigError(f"{path.name} has no curves")
+            raise ConfigError(f"{HISTORY_FILE} has no curves")
 
-    def _read_journal(self, path: Path) -> JobFacts | None:
-        past = read_journal(str(path.parent))
-        if past is None:
-            raise ConfigError(f"{path.name} is not the state of a run")
+    def _read_journal(self, path: str) -> JobFacts | None:
+        content = self._read(path)
+        past = None if content is None else parse_facts(content)
+        if content is not None and past is None:
+            raise ConfigError(f"{STATE_FILE} is not the state of a run")
         return past
 
 

@@ -20,7 +20,10 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client.core import Metric
 from prometheus_client.registry import CollectorRegistry
 
+from rayzero.engine.checkpoint.errors import StoreError
+from rayzero.engine.checkpoint.store import join_url, open_store
 from rayzero.engine.errors import ConfigError, first_line
+from rayzero.engine.redact import redact_url
 from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.background_writer import BackgroundWriter, WriteQueue
 from rayzero.orchestrator.console import PlainConsole
@@ -137,19 +140,19 @@ class Telemetry:
             value, log = make_history(self._metrics), list(self._log)
         return {**value, **history_texts(self._metrics.spec, log)}
 
-    def restore_curves(self, folder: Path, warn: Callable[[str], None]) -> None:
-        """Continues the curves of a run that is adopted, by the file in its folder. Without that
-        they begin here."""
-        path = folder / HISTORY_FILE
+    def restore_curves(self, job_folder: str, warn: Callable[[str], None]) -> None:
+        """Continues the curves of a run that is adopted, by the file in the job's folder. Without
+        that they begin here."""
         try:
-            curves = json.loads(path.read_bytes())["curves"]
+            curves = json.loads(open_store(job_folder).read(HISTORY_FILE))["curves"]
             with self._lock:
                 self._metrics.curves.restore(curves)
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (StoreError, ValueError, LookupError, TypeError, AttributeError) as error:
+            if isinstance(error, StoreError) and error.kind == "gone":
+                return
             warn(
-                f"the curves of the adopted run start over: {path} cannot be read: "
+                "the curves of the adopted run start over: "
+                f"{redact_url(join_url(job_folder, HISTORY_FILE))} cannot be read: "
                 f"{first_line(error)}"
             )
 
@@ -192,18 +195,35 @@ class Telemetry:
 
 
 class RunFiles:
-    """Writes what the page shows of a run into its folder, while something happens in it, and at
-    its end. `rayzero page` reads these files, and not the jobs' processes: Ray ends its clients
-    with their cluster."""
+    """Writes what the page shows of a run into its folders, on disk and in a store, while something
+    happens in it, and at its end. `rayzero page` reads these files, and not the jobs' processes:
+    Ray ends its clients with their cluster.
 
-    def __init__(self, folder: Path, telemetry: Telemetry, writer: BackgroundWriter) -> None:
-        self._queues: list[WriteQueue] = [
-            writer.add_queue(f"the page's {name}", partial(_replace, folder / name, value), every_s)
-            for name, value, every_s in (
-                (SNAPSHOT_FILE, telemetry.snapshot, SNAPSHOT_INTERVAL_S),
-                (HISTORY_FILE, telemetry.history, HISTORY_INTERVAL_S),
-            )
-        ]
+    Args:
+        store_writer: writes to a store, if that is `checkpoint.path`.
+        fence: raises when another process owns the job's folder; called in that writer's thread.
+    """
+
+    def __init__(
+        self,
+        plan: JobPlan,
+        telemetry: Telemetry,
+        writer: BackgroundWriter,
+        store_writer: BackgroundWriter,
+        fence: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._queues: list[WriteQueue] = []
+        for name, value, every_s in (
+            (SNAPSHOT_FILE, telemetry.snapshot, SNAPSHOT_INTERVAL_S),
+            (HISTORY_FILE, telemetry.history, HISTORY_INTERVAL_S),
+        ):
+            write = partial(_replace, plan.output_dir / name, value)
+            self._queues.append(writer.add_queue(f"the page's {name}", write, every_s))
+            if plan.spec.checkpoint.is_url:
+                store = partial(_replace_in_store, plan.job_folder, name, value, fence)
+                every_s = max(every_s, plan.spec.records.interval_s)
+                subject = f"the page's {name} in the store"
+                self._queues.append(store_writer.add_queue(subject, store, every_s))
 
     def subscribe_to(self, events: EventBus) -> None:
         events.subscribe(self._on_event, (StepRecord, StateEntered, Heartbeat))
@@ -213,11 +233,26 @@ class RunFiles:
         is_end = isinstance(event, StateEntered) and event.state.is_final
         for queue in self._queues:
             if queue.is_empty or is_end:
-                queue.put(None)
+                queue.wake()
 
 
 def _replace(path: Path, value: Callable[[], dict[str, Any]], _: Sequence[None]) -> None:
     """Writes what the value is now; readers see the old file or the new one."""
     new = path.with_name(f".{path.name}")
-    new.write_bytes(json.dumps(value(), allow_nan=False, separators=(",", ":")).encode())
+    new.write_bytes(_to_json(value()))
     os.replace(new, path)
+
+
+def _replace_in_store(
+    job_folder: str,
+    name: str,
+    value: Callable[[], dict[str, Any]],
+    fence: Callable[[], None],
+    _: Sequence[None],
+) -> None:
+    fence()
+    open_store(job_folder).replace(name, _to_json(value()))
+
+
+def _to_json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()

@@ -26,7 +26,7 @@ from rayzero.engine.zero.placement import STAGES
 from rayzero.orchestrator.machine import EVENTS, TABLE, State
 from rayzero.orchestrator.metrics.catalog import CATALOG_GROUPS as SERIES
 from rayzero.orchestrator.spec import CheckpointSpec, RecoverySpec, Workers
-from rayzero.orchestrator.spec_sections import MetricsSpec
+from rayzero.orchestrator.spec_sections import MetricsSpec, RecordsSpec
 from rayzero.workers.chaos.spec import all_fault_kinds, fault_usage
 from rayzero.workers.nccl_settings import NCCL_SETTINGS
 from tests.house.source import ROOT, packages
@@ -161,7 +161,10 @@ TABLES: Mapping[str, Mapping[str, str]] = {
         "metrics": settings_table(MetricsSpec, "metrics"),
         "series": table("series|type|labels|unit|what it is", series_rows()),
     },
-    "checkpoints.md": {"checkpoint": settings_table(CheckpointSpec, "checkpoint")},
+    "checkpoints.md": {
+        "checkpoint": settings_table(CheckpointSpec, "checkpoint"),
+        "records": settings_table(RecordsSpec, "records"),
+    },
 }
 """{page: {name between the markers: the table}}."""
 

@@ -36,6 +36,7 @@ REASONS = {
         orchestrator.journal.entries: DEFAULT_STEP_INTERVAL_S
         orchestrator.aio: WORKER_POLL_S
         orchestrator.job.client: LOG_POLL_S
+        orchestrator.job.stored_log: FOLLOW_POLL_S
         orchestrator.job.api: _RETRY_INTERVAL_S
         orchestrator.job.actor: _SWITCH_INTERVAL_S _REPLY_FLUSH_S _START_POLL_S SUMMARY_RETRY_S
         orchestrator.job.prestop: _POLL_S
@@ -45,6 +46,7 @@ REASONS = {
         orchestrator.metrics.http_server: CPU_BURST_S _CPU_CHECK_S _MAX_THROTTLE_S
         orchestrator.metrics.endpoint: _POLL_S _SLACK_S
         orchestrator.metrics.trackers: FLUSH_INTERVAL_S
+        orchestrator.metrics.jobs_page: LIST_INTERVAL_S
         orchestrator.metrics.telemetry: SNAPSHOT_INTERVAL_S HISTORY_INTERVAL_S
         orchestrator.console: STEP_INTERVAL_S
         orchestrator.background_writer: RETRY_DELAYS_S _CLOSING_RETRY_S

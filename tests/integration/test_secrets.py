@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import re
+import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 from urllib.request import urlopen
@@ -15,6 +19,7 @@ from pyarrow import fs
 from typer.testing import CliRunner
 
 from rayzero.orchestrator.cli.app import app
+from rayzero.orchestrator.metrics.jobs_page import JobsPage
 from tests.integration.jobs.steady import ENGINE
 from tests.integration.leak_sources import (
     read_command_lines,
@@ -66,7 +71,9 @@ def job_file(folder: Path, options: str, port: int, **args: str) -> Path:
     return path
 
 
-def test_secrets_are_not_exposed_or_written(head: TokenHead, options: str, tmp_path: Path):
+def test_secrets_are_not_exposed_or_written(
+    head: TokenHead, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (port,) = free_ports(1)
     path = job_file(tmp_path / "job", options, port)
     url = f"http://127.0.0.1:{port}"
@@ -105,6 +112,7 @@ def test_secrets_are_not_exposed_or_written(head: TokenHead, options: str, tmp_p
     stored = dict(read_bucket(options))
     assert any(name.endswith("manifest.json") for name in stored)
     assert any("/journal/" in name for name in stored)
+    assert any(name.endswith(".log.gz") for name in stored)
     leaks = [
         (source, secret)
         for source, content in chain(
@@ -114,14 +122,57 @@ def test_secrets_are_not_exposed_or_written(head: TokenHead, options: str, tmp_p
         if secret.encode() in content
     ]
     assert leaks == []
+    (log_file,) = (path for path in head.output.rglob("job.log"))
+    log = log_file.read_text()
+    head.close()
+    monkeypatch.setenv("RAY_ADDRESS", head.address)
+    shutil.rmtree(log_file.parents[1])
+    check_records(stored, log, f"s3://AKIA:{STORE}@bucket/runs?{options}")
+
+
+def check_records(stored: dict[str, bytes], log: str, url: str) -> None:
+    """The cluster and its disk are gone; the store has all of the job."""
+
+    def rayzero(*words: str) -> str:
+        done = CliRunner().invoke(app, [*words, "--path", url])
+        assert done.exit_code == 0, done.output
+        assert STORE not in done.output
+        return done.stdout
+
+    assert "[rank 0] " in log
+    assert rayzero("logs", "secretive") == log
+    status = json.loads(rayzero("status", "secretive", "--json"))
+    assert (status["state"], status["faults"].get("lost")) == ("stopped", 1)
+    (listed,) = json.loads(rayzero("ls", "--json"))
+    assert listed == status
+    events = [json.loads(line) for line in stored_events(stored)]
+    kinds = [event["kind"] for event in events]
+    assert (kinds[0], kinds[-1], kinds.count("repaired")) == ("begun", "ended", status["repairs"])
+    saved = [event["step"] for event in events if event["kind"] == "checkpoint"]
+    assert saved == [int(step) for step in re.findall(r"checkpoint of step (\d+): [0-9]", log)]
+    with closing(JobsPage(url, "127.0.0.1", 0)) as page:
+        with urlopen(f"{page.url}jobs.json", timeout=60) as response:
+            text = response.read().decode()
+        assert STORE not in text
+        (row,) = json.loads(text)["jobs"]
+        assert (row["state"], row["step"]) == ("stopped", status["step"])
+        with urlopen(f"{page.url}jobs/secretive/history.json", timeout=60) as response:
+            assert json.loads(response.read())["curves"]["loss"]
+
+
+def stored_events(stored: dict[str, bytes]) -> list[str]:
+    parts = sorted(name for name in stored if "/journal/" in name)
+    return b"".join(stored[name] for name in parts).decode().splitlines()
 
 
 def read_bucket(options: str) -> Iterator[tuple[str, bytes]]:
+    """All objects, decompressed."""
     store, root = fs.FileSystem.from_uri(f"s3://k:s@bucket?{options}")
     for info in store.get_file_info(fs.FileSelector(root, recursive=True)):
         if info.is_file:
             with store.open_input_file(info.path) as file:
-                yield info.path, file.readall()
+                content = file.readall()
+            yield info.path, gzip.decompress(content) if info.path.endswith(".gz") else content
 
 
 def test_failing_commands_do_not_print_secrets(

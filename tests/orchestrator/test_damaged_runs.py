@@ -134,7 +134,7 @@ def test_damaged_run_hides_no_other(
     if name == "job.json":
         assert status.exit_code in (1, 2)
         assert "job.json" in status.stderr
-    with closing(JobsPage(tmp_path, "127.0.0.1", 0)) as page:
+    with closing(JobsPage(str(tmp_path), "127.0.0.1", 0)) as page:
         for _ in range(2):  # then from the cache
             with urlopen(f"{page.url}jobs.json", timeout=10) as response:
                 rows = {row["name"]: row for row in json.loads(response.read())["jobs"]}
@@ -172,7 +172,7 @@ def test_any_file_is_shown_or_refused(name: str, tmp_path: Path) -> None:
     write_run(tmp_path, "good")
     path = write_run(tmp_path, "bad") / name
     original = path.read_bytes()
-    index = RunIndex(tmp_path)
+    index = RunIndex(str(tmp_path))
 
     def make(rng: random.Random) -> bytes:
         if rng.random() < 0.3:
@@ -195,6 +195,6 @@ def test_any_file_is_shown_or_refused(name: str, tmp_path: Path) -> None:
 
 def test_folder_of_jobs_itself_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
-    assert RunIndex(tmp_path / "runs").rows() == []
+    assert RunIndex(str(tmp_path / "runs")).rows() == []
     with pytest.raises(RayzeroError):
         status_from_journal(str(tmp_path / "runs"), "gpt")

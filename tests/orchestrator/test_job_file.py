@@ -40,6 +40,7 @@ checkpoint: {path: runs, every_steps: 50, keep: 3, keep_every: 100, resume: auto
 30}
 recovery: {replicas: 1, hang_timeout_s: 30, max_faults: 20, fault_window_s: 3600, balance: even}
 metrics: {port: 9400}
+records: {interval_s: 10, max_bytes: 1073741824}
 faults: ['kill(rank=1, step=7, phase="reduce")']
 ledger: true
 rollouts: {group: 2, max_version_lag: 0, max_bytes: 1000}

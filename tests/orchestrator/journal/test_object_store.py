@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
+from typer.testing import CliRunner
 
 from rayzero.engine.checkpoint.store import join_url, open_store
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.background_writer import BackgroundWriter
+from rayzero.orchestrator.cli.app import app
 from rayzero.orchestrator.facts import EventBus, JobFacts
 from rayzero.orchestrator.job.claims import Claim, ClaimStore, this_process
 from rayzero.orchestrator.job.lease import acquire_lease
@@ -28,12 +33,16 @@ from rayzero.orchestrator.journal.files import (
     read_journal,
 )
 from rayzero.orchestrator.machine import State
+from rayzero.orchestrator.metrics.jobs_page import JobsPage
+from rayzero.orchestrator.metrics.telemetry import RunFiles, Telemetry
 from rayzero.orchestrator.plan import JobPlan, make_plan
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.results import JobResult
 from rayzero.orchestrator.spec import JobSpec
-from tests.orchestrator.support import begun
+from rayzero.workers.messages import LogLine
+from tests.orchestrator.support import VirtualClock, begun
 from tests.support.bucket import bucket_url
+from tests.support.flaky_server import flaky_server
 
 pytestmark = pytest.mark.slow
 
@@ -88,10 +97,12 @@ def test_each_process_writes_separate_segments(job_plan: JobPlan):
     JournalWriter(updates.append, events)
     events.emit(begun(job_plan))
     moved = StateEntered(State.RUNNING, 3, 2, 70)
-    for _ in range(MAX_SEGMENT_BYTES // 50):
-        events.emit(moved)
-    JournalFiles(archive).write(updates)
-    updates.clear()
+    files = JournalFiles(archive)
+    for _ in range(2):
+        for _ in range(MAX_SEGMENT_BYTES // 50):
+            events.emit(moved)
+        files.write(updates)
+        updates.clear()
     events.emit(StepRecord(75, 2, 3, None, 0.0, 0.5, {}))
     JournalFiles(archive).write(updates)  # by the process that adopted the job
     assert read_history(archive).step == 75
@@ -99,7 +110,86 @@ def test_each_process_writes_separate_segments(job_plan: JobPlan):
     JournalFiles(archive).write(updates)
     names = sorted(file.name for file in open_store(join_url(archive, "journal")).list_folder())
     assert [name[:6] for name in names] == [f"{n:06d}" for n in range(1, len(names) + 1)]
-    assert len(names) >= 3
+    assert len(names) == 3
+
+
+def test_commands_and_page_read_a_job_whose_cluster_is_gone(
+    job_plan: JobPlan, bucket: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Written as in the processes of two controllers, the first of which is killed, each with a
+    disk of its own."""
+    path = job_plan.spec.checkpoint.path
+    texts, printed = [], []
+    for process in (1, 2):
+        log, clock, lost = job_plan.log_path, VirtualClock(), read_journal(job_plan.job_folder)
+        writer = BackgroundWriter(lambda text: pytest.fail(text))
+        events = EventBus(lost)
+        telemetry = Telemetry(job_plan, clock, writer, events)
+        if lost is not None:
+            telemetry.restore_curves(job_plan.job_folder, pytest.fail)
+        recorder = JobRecorder(job_plan, EventBuffer(), writer, events, warn=pytest.fail)
+        RunFiles(job_plan, telemetry, writer, recorder.store_writer).subscribe_to(events)
+        recorder.begin(adopted=process == 2)
+        events.emit(StateEntered(State.RUNNING, process, 2, 5 * process))
+        for step in range(5 * process, 5 * process + 5):
+            events.emit(StepRecord(step, 2, process, 1 / step, 0.0, 0.5, {}))
+            line = f"step {step} by {process}"
+            events.emit(LogLine(step % 2, "stdout", line))
+            printed.append(f"[rank {step % 2}] {line}")
+        if process == 2:
+            events.emit(StateEntered(State.SUCCEEDED, process, 2, 14))
+            recorder.end(JobResult("job", {"steps": 14}, job_plan.summary_path))
+        assert writer.close(60)
+        recorder.close_store(60)
+        texts.append(log.read_text())
+        files = [json.loads((log.parents[1] / name).read_bytes()) for name in FILES]
+        shutil.rmtree(job_plan.output_dir)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")  # of the cluster that is gone
+
+    def rayzero(*words: str) -> str:
+        done = CliRunner().invoke(app, [*words, "--path", path])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    assert rayzero("logs", "job") == "".join(texts)
+    assert rayzero("logs", "job", "--follow") == "".join(texts)
+    of_rank = [line for line in printed if line.startswith("[rank 1]")]
+    assert rayzero("logs", "job", "--rank", "1").splitlines() == of_rank
+    assert rayzero("status", "job").startswith("job: succeeded at step 14")
+    (listed,) = json.loads(rayzero("ls", "--json"))
+    assert (listed["state"], listed["step"]) == ("succeeded", 14)
+    stored = open_store(job_plan.job_folder)
+    assert json.loads(stored.read("summary.json")) == {"steps": 14}
+    with closing(JobsPage(path, "127.0.0.1", 0)) as page:
+        (row,) = json.loads(fetch(f"{page.url}jobs.json"))["jobs"]
+        assert (row["state"], row["step"], row["has_curves"]) == ("succeeded", 14, True)
+        served = [json.loads(fetch(f"{page.url}jobs/job/{name}")) for name in FILES]
+    for of_store, of_disk in zip(served, files, strict=True):  # written within a second
+        assert of_store.pop("at_s") == pytest.approx(of_disk.pop("at_s"), abs=60)
+        assert of_store.pop("goodput", {}).keys() == of_disk.pop("goodput", {}).keys()
+        assert of_store == of_disk
+    assert [step for step, _ in served[1]["curves"]["loss"]] == list(range(5, 15))
+
+
+FILES = ("snapshot.json", "history.json")
+
+
+def fetch(url: str) -> bytes:
+    with urlopen(url, timeout=20) as response:
+        return bytes(response.read())
+
+
+@pytest.mark.parametrize("words", [["logs", "job"], ["status", "job"], ["page"]])
+def test_store_without_permission_is_named(words: list[str], bucket: str):
+    port = int(bucket.partition("127.0.0.1:")[2].partition("&")[0])
+    with flaky_server(port) as server:
+        server.kind, server.left = "403", 100
+        url = join_url(bucket.replace(f":{port}&", f":{server.server_port}&"), "private")
+        done = CliRunner().invoke(app, [*words, "--path", url])
+        assert server.fired["403"]
+    assert done.exit_code == 1, done.output
+    assert "permissions of the folder, the store's credentials" in done.stderr
+    assert "s3://bucket/private" in done.stderr
 
 
 def test_lease_is_exclusive(job_plan: JobPlan):

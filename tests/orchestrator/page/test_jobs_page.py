@@ -73,7 +73,7 @@ def runs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def url(runs: Path) -> Iterator[str]:
-    with closing(JobsPage(runs, "127.0.0.1", 0, lambda: LOST_AT_S + 300)) as page:
+    with closing(JobsPage(str(runs), "127.0.0.1", 0, lambda: LOST_AT_S + 300)) as page:
         yield page.url
 
 
@@ -130,14 +130,14 @@ def test_nothing_else_is_served(runs: Path, url: str, path: str) -> None:
 
 def test_port_in_use_names_the_option(runs: Path, url: str) -> None:
     with pytest.raises(ConfigError, match=r"--port: cannot listen on 127\.0\.0\.1"):
-        JobsPage(runs, "127.0.0.1", int(url.rsplit(":", 1)[1].strip("/")))
+        JobsPage(str(runs), "127.0.0.1", int(url.rsplit(":", 1)[1].strip("/")))
 
 
 async def test_run_writes_its_end(tmp_path: Path):
     """At the end of a job its files have the final state, whatever was being written."""
     harness = Harness(tmp_path, FakeCluster(2), workers={"min": 2}, steps=4)
     writer = BackgroundWriter(print)
-    RunFiles(harness.plan.output_dir, harness.telemetry, writer).subscribe_to(harness.events)
+    RunFiles(harness.plan, harness.telemetry, writer, NO_FILES).subscribe_to(harness.events)
     await harness.steps(3)
     await harness.finish()
     started_s = time.monotonic()
@@ -158,7 +158,7 @@ def test_curves_continue_in_adopted_run(tmp_path: Path) -> None:
     feed(events, losses[:1001], 1)
     (tmp_path / "history.json").write_text(json.dumps(first.history()))
     second, events = open_telemetry(tmp_path)
-    second.restore_curves(tmp_path, warnings.append)
+    second.restore_curves(str(tmp_path), warnings.append)
     feed(events, losses[900:], 901)  # it goes on from the last checkpoint
     expected, curves = whole.history()["curves"], second.history()["curves"]
     assert warnings == []
@@ -171,7 +171,7 @@ def test_curves_continue_in_adopted_run(tmp_path: Path) -> None:
     assert curves["user/accuracy"][-1][0] > 1590
     for content in ("{", '{"curves": {"loss": [[1]]}}', '{"curves": 3}'):
         (tmp_path / "history.json").write_text(content)
-        second.restore_curves(tmp_path, warnings.append)
+        second.restore_curves(str(tmp_path), warnings.append)
     assert len(warnings) == 3
     assert "history.json cannot be read" in warnings[0]
     assert second.history()["curves"] == curves
