@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from rayzero.engine.validation import error_lines, raise_config_error
-from rayzero.orchestrator.spec_sections import LaunchSpec, MetricsSpec, SpecSection
+from rayzero.orchestrator.spec_sections import HealthSpec, LaunchSpec, MetricsSpec, SpecSection
 from rayzero.workers.messages import SCRIPT_ENTRYPOINT
 from rayzero.workers.nccl_settings import contradictions
 
@@ -338,6 +338,7 @@ class JobSpec(SpecSection):
     seed: int = Field(default=0, ge=0, le=sys.maxsize, description="the data order follows from it")
     checkpoint: CheckpointSpec = CheckpointSpec()
     recovery: RecoverySpec = RecoverySpec()
+    health: HealthSpec = HealthSpec()
     metrics: MetricsSpec = MetricsSpec()
     faults: list[str] = Field(
         default_factory=list,

@@ -18,6 +18,7 @@ from rayzero.orchestrator.control.elastic import ElasticScaler
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.generation import GenerationNumbers
 from rayzero.orchestrator.control.hang_detector import HangDetector
+from rayzero.orchestrator.control.health import NodeHealth
 from rayzero.orchestrator.control.inbox import WorkerInbox
 from rayzero.orchestrator.control.job_stop import JobStop
 from rayzero.orchestrator.control.loop import JobLoop, JobMachine
@@ -91,6 +92,7 @@ class Components:
         vaults = self.vaults = VaultManager(
             loop, members, calls, groups, events, hang_timeout_s, self._on_process_died
         )
+        self.health = NodeHealth(plan.spec.health, loop, members, calls, groups, events)
         versions = self._build_roles(plan, deps, calls)
         injector = self.injector = ClusterFaultInjector(
             plan, loop, members, calls, groups, events, progress
@@ -232,10 +234,28 @@ class Components:
             self.roles.rollouts.group,
         )
         replacements = Replacements(
-            plan, loop, machine, members, calls, workers, events, self.progress, failures
+            plan,
+            loop,
+            machine,
+            members,
+            calls,
+            workers,
+            events,
+            self.progress,
+            failures,
+            self.health,
         )
         self.scaler = ElasticScaler(
-            loop, machine, members, workers, events, vaults, inbox, newcomers, replacements
+            loop,
+            machine,
+            members,
+            workers,
+            events,
+            vaults,
+            inbox,
+            newcomers,
+            replacements,
+            self.health,
         )
 
     def _on_process_died(self, worker: int, end: ProcessEnd) -> None:

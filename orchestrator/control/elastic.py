@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rayzero.orchestrator import machine
+from rayzero.orchestrator.control.health import NodeHealth
 from rayzero.orchestrator.control.inbox import WorkerInbox
 from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
@@ -44,6 +45,7 @@ class ElasticScaler:
     _inbox: WorkerInbox
     _newcomers: Newcomers
     _replacements: Replacements
+    _health: NodeHealth
 
     def start(self) -> None:
         """Starts the background tasks, once the first workers are placed."""
@@ -84,6 +86,7 @@ class ElasticScaler:
     async def _admit(self, worker: WorkerInfo) -> None:
         """A worker is ready once its node has a vault."""
         await self._vaults.open_with_retries(worker.node_id, lambda: True)
+        await self._health.look_at([worker])
         self._members.registry.add([worker])
         self._inbox.subscribe([worker.index])
         self._events.emit(WorkersReady((worker,)))
@@ -136,4 +139,6 @@ class ElasticScaler:
             return ""
         if any(worker.node_id in registry.draining_nodes for worker in generation.workers):
             return "a node is draining"
+        if any(worker.node_id in registry.unhealthy_nodes for worker in generation.workers):
+            return "a node fails its health check"
         return f"from {len(old)} to {len(selection.indices)} workers"

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rayzero.orchestrator.doctor.collect import MachineFacts, ProbeResult, SystemFacts
+from rayzero.orchestrator.doctor.collect import MachineFacts, SystemFacts
+from rayzero.workers.probe_process import ProbeResult
 
 MIN_PYTHON = "3.11"
 """The oldest supported version, as those below."""

@@ -77,7 +77,7 @@ def select_members(
     Args:
         ready: by index.
         members: indices of the present members.
-        draining_nodes: ids of nodes.
+        draining_nodes: ids of nodes, also of unhealthy ones.
     """
     if limits.size(len(ready)) is None:
         return None
@@ -122,6 +122,8 @@ class WorkerRegistry(ObservedState):
         self.limits = limits
         self.draining_nodes: frozenset[str] = frozenset()
         """Ids of nodes that are about to be removed."""
+        self.unhealthy_nodes: frozenset[str] = frozenset()
+        """Ids of nodes that failed their health check. Its only writer is NodeHealth."""
         self.members: frozenset[int] = frozenset()
         """Indices of the newest generation's members."""
         self.calls: dict[int, FunctionCall] = {}
@@ -227,7 +229,7 @@ class WorkerRegistry(ObservedState):
         often, and cached until an input changes."""
         limits = self.present_limits
         members = self.members
-        draining = self.draining_nodes
+        draining = self.draining_nodes | self.unhealthy_nodes
         inputs = (self._version, self.calls, limits, members, draining)
         if self._selection is None or self._selection[0] != inputs:
             selection = select_members(self._candidates(), limits, members, draining)
