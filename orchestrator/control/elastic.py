@@ -90,6 +90,9 @@ class ElasticScaler:
         self._members.registry.add([worker])
         self._inbox.subscribe([worker.index])
         self._events.emit(WorkersReady((worker,)))
+        if self._machine.is_running and worker.node_id in self._members.registry.avoided_nodes:
+            self._members.registry.remove(worker.index)
+            self._loop.spawn(self._replacements.relocate(worker))
 
     async def _watch_draining_nodes(self) -> None:
         registry = self._members.registry
@@ -139,6 +142,6 @@ class ElasticScaler:
             return ""
         if any(worker.node_id in registry.draining_nodes for worker in generation.workers):
             return "a node is draining"
-        if any(worker.node_id in registry.unhealthy_nodes for worker in generation.workers):
+        if any(worker.node_id in registry.avoided_nodes for worker in generation.workers):
             return "a node fails its health check"
         return f"from {len(old)} to {len(selection.indices)} workers"

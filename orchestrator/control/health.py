@@ -22,7 +22,7 @@ from rayzero.orchestrator.job_events import NodeChecked
 from rayzero.orchestrator.policies import health
 from rayzero.orchestrator.spec_sections import HealthSpec
 from rayzero.workers.messages import WorkerInfo
-from rayzero.workers.vault.health import HealthReport
+from rayzero.workers.vault.health import HealthReport, clock_offset_s
 from rayzero.workers.vault.records import VaultGoneError
 from rayzero.workers.vault.vault import Vault
 
@@ -101,7 +101,7 @@ class NodeHealth:
                 sent_s = time.time()
                 report = await self._calls.vault(node, Vault.health)
                 if report is not None:
-                    offset_s = _clock_offset_s(report.unix_s, sent_s, time.time())
+                    offset_s = clock_offset_s(report.unix_s, sent_s, time.time())
                     figures = {**report.figures, "clock": offset_s}
                     self._reports[node] = replace(report, figures=figures)
                     return True
@@ -171,8 +171,3 @@ class NodeHealth:
             else report
             for node, report in self._reports.items()
         }
-
-
-def _clock_offset_s(seen_s: float, sent_s: float, received_s: float) -> float:
-    """The least difference of two clocks of which one was read between two times of the other."""
-    return max(0.0, sent_s - seen_s, seen_s - received_s)

@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 from rayzero.engine.redact import redact_url
 from rayzero.workers.nccl_settings import NcclSetting, contradictions
 from rayzero.workers.probe_process import ProbeResult, run_probe
+from rayzero.workers.vault.health import NODE_PROBE
 
 _PROBES = "rayzero.orchestrator.doctor.probes"
 _TORCH_TIMEOUT_S = 90.0  # importing torch on a busy machine, and 30 s for a collective
@@ -55,12 +56,14 @@ class MachineFacts:
 
 @dataclass(frozen=True)
 class SystemFacts:
-    """All facts; `cluster` is None without an address, `storage` is that of `checkpoint_path`."""
+    """All facts; `cluster` is None without an address, `storage` is that of `checkpoint_path`,
+    `health` this machine's."""
 
     machine: MachineFacts
     torch: ProbeResult
     cluster: ProbeResult | None
     storage: ProbeResult
+    health: ProbeResult
     address: str
     checkpoint_path: str
 
@@ -70,7 +73,7 @@ def collect_facts(place: str, address: str, env: Mapping[str, str]) -> SystemFac
     cluster, empty for none; `env`: what a job sets for its workers."""
     factor = slowdown()
     torch_s = factor * _TORCH_TIMEOUT_S
-    with TemporaryDirectory(prefix="rayzero-doctor-") as folder, ThreadPoolExecutor(4) as threads:
+    with TemporaryDirectory(prefix="rayzero-doctor-") as folder, ThreadPoolExecutor(5) as threads:
         torch, _ = (
             threads.submit(
                 run_probe,
@@ -82,6 +85,7 @@ def collect_facts(place: str, address: str, env: Mapping[str, str]) -> SystemFac
         )
         storage_s, cluster_s = factor * _STORAGE_TIMEOUT_S, factor * _CLUSTER_TIMEOUT_S
         storage = threads.submit(run_probe, _PROBES, ("storage",), storage_s, place)
+        health = threads.submit(run_probe, NODE_PROBE, (), storage_s)
         cluster = None
         if address:
             cluster = threads.submit(run_probe, _PROBES, ("cluster", address), cluster_s)
@@ -90,6 +94,7 @@ def collect_facts(place: str, address: str, env: Mapping[str, str]) -> SystemFac
             torch=torch.result(),
             cluster=None if cluster is None else cluster.result(),
             storage=storage.result(),
+            health=health.result(),
             address=address,
             checkpoint_path=redact_url(place),
         )

@@ -95,6 +95,15 @@ def describe(failures: Iterable[FailedCheck]) -> str:
     return "; ".join(f"{failed.text}; fix: {failed.fix}" for failed in failures)
 
 
+def describe_speeds(report: HealthReport) -> str:
+    """`computing 51.3 GFLOP/s, memory bandwidth 9.8 GB/s`"""
+    return ", ".join(
+        f"{check.title} {report.figures[name]:.3g} {check.unit}"
+        for name, check in CHECKS.items()
+        if check.scale and name in report.figures
+    )
+
+
 def best_of(first: HealthReport, second: HealthReport) -> HealthReport:
     """The newer report with the higher one of each speed: a node is slow if it is so twice."""
     speeds = {

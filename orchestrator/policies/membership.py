@@ -175,6 +175,12 @@ class WorkerRegistry(ObservedState):
             self._nodes = tuple(dict.fromkeys(worker.node_id for worker in self.ready))
         return self._nodes
 
+    @property
+    def avoided_nodes(self) -> frozenset[str]:
+        """The unhealthy nodes; none if there are no others."""
+        unhealthy = self.unhealthy_nodes
+        return unhealthy if any(node not in unhealthy for node in self.nodes) else frozenset()
+
     def mark_lost(self, worker: int) -> None:
         """Its process ended; its reservation waits for a replacement."""
         self.remove(worker)
@@ -229,7 +235,7 @@ class WorkerRegistry(ObservedState):
         often, and cached until an input changes."""
         limits = self.present_limits
         members = self.members
-        draining = self.draining_nodes | self.unhealthy_nodes
+        draining = self.draining_nodes | self.avoided_nodes
         inputs = (self._version, self.calls, limits, members, draining)
         if self._selection is None or self._selection[0] != inputs:
             selection = select_members(self._candidates(), limits, members, draining)

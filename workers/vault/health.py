@@ -42,6 +42,11 @@ class HealthReport:
         return cls(figures, errors, incomplete, time())
 
 
+def clock_offset_s(seen_s: float, sent_s: float, received_s: float) -> float:
+    """The least difference of two clocks of which one was read between two times of the other."""
+    return max(0.0, sent_s - seen_s, seen_s - received_s)
+
+
 class HealthCheck:
     """Checks this node, once at a time, in a process of its own and a thread that waits for it.
     Safe to use from any thread."""
