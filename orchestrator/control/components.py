@@ -92,7 +92,6 @@ class Components:
         vaults = self.vaults = VaultManager(
             loop, members, calls, groups, events, hang_timeout_s, self._on_process_died
         )
-        self.health = NodeHealth(plan.spec.health, loop, members, calls, groups, events)
         versions = self._build_roles(plan, deps, calls)
         injector = self.injector = ClusterFaultInjector(
             plan, loop, members, calls, groups, events, progress
@@ -222,6 +221,7 @@ class Components:
         self.hang_detector = HangDetector(
             plan, loop, machine, members, calls, events, inbox, failures
         )
+        health = NodeHealth(plan.spec.health, loop, members, calls, deps.vaults, events)
         newcomers = Newcomers(
             loop,
             machine,
@@ -243,7 +243,7 @@ class Components:
             events,
             self.progress,
             failures,
-            self.health,
+            health,
         )
         self.scaler = ElasticScaler(
             loop,
@@ -255,7 +255,7 @@ class Components:
             inbox,
             newcomers,
             replacements,
-            self.health,
+            health,
         )
 
     def _on_process_died(self, worker: int, end: ProcessEnd) -> None:

@@ -45,7 +45,7 @@ class ElasticScaler:
     _inbox: WorkerInbox
     _newcomers: Newcomers
     _replacements: Replacements
-    _health: NodeHealth
+    health: NodeHealth
 
     def start(self) -> None:
         """Starts the background tasks, once the first workers are placed."""
@@ -86,7 +86,7 @@ class ElasticScaler:
     async def _admit(self, worker: WorkerInfo) -> None:
         """A worker is ready once its node has a vault."""
         await self._vaults.open_with_retries(worker.node_id, lambda: True)
-        await self._health.look_at([worker])
+        await self.health.look_at([worker])
         self._members.registry.add([worker])
         self._inbox.subscribe([worker.index])
         self._events.emit(WorkersReady((worker,)))

@@ -361,10 +361,8 @@ class RolePool:
             await self._calls.wait_exited(info.node_id, info.pid, limit_s)
         window_s, now_s = self._budget.window_s, self._loop.now_s()
         nodes = {*self.nodes, info.node_id}
-        registry = self._members.registry
-        unhealthy = registry.unhealthy_nodes
-        bad = placement.quarantined_nodes(self._faults, nodes, window_s, now_s, unhealthy)
-        avoid = sorted(bad | registry.draining_nodes)
+        bad = placement.quarantined_nodes(self._faults, nodes, window_s, now_s)
+        avoid = sorted(bad | self._members.registry.leaving_nodes)
         with suppress(WorkerLostError):  # it was released meanwhile
             self._group.replace(info.index, delay_s, avoid)
         self._on_change()

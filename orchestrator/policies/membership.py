@@ -181,6 +181,11 @@ class WorkerRegistry(ObservedState):
         unhealthy = self.unhealthy_nodes
         return unhealthy if any(node not in unhealthy for node in self.nodes) else frozenset()
 
+    @property
+    def leaving_nodes(self) -> frozenset[str]:
+        """The nodes whose workers are used only if there are no others."""
+        return self.draining_nodes | self.avoided_nodes
+
     def mark_lost(self, worker: int) -> None:
         """Its process ended; its reservation waits for a replacement."""
         self.remove(worker)
@@ -235,7 +240,7 @@ class WorkerRegistry(ObservedState):
         often, and cached until an input changes."""
         limits = self.present_limits
         members = self.members
-        draining = self.draining_nodes | self.avoided_nodes
+        draining = self.leaving_nodes
         inputs = (self._version, self.calls, limits, members, draining)
         if self._selection is None or self._selection[0] != inputs:
             selection = select_members(self._candidates(), limits, members, draining)
