@@ -39,7 +39,7 @@ class VaultGroup:
         self._health_limit_s: float | None = None
 
     def check_nodes(self, limit_s: float) -> None:
-        """From now on a vault that starts begins with a check of its node."""
+        """Makes each vault that starts later begin with a check of its node."""
         self._health_limit_s = limit_s
 
     def start(self, node_id: str) -> None:

@@ -81,7 +81,7 @@ class NodeHealth:
                 await self._judge([node])
 
     async def _look_later(self, nodes: Sequence[str]) -> None:
-        """What the start does not wait for: checks that take longer, and the network."""
+        """Does what the start does not wait for: checks that take longer, and the network."""
         late = [node for node in nodes if node not in self._reports]
         await asyncio.gather(*(self._fetch(node, 2 * self._spec.limit_s) for node in late))
         for node in late:

@@ -53,7 +53,7 @@ def _check_node() -> dict[str, Any]:
 
 
 def _check_nodes() -> dict[str, Any]:
-    """By node, the facts of its probe, with `clock`; or why there are none."""
+    """Returns the facts of each node's probe, with `clock`; or why there are none."""
     from rayzero.orchestrator.cluster.ray_api import call_on_nodes
     from rayzero.workers.vault.health import clock_offset_s
 

@@ -119,7 +119,7 @@ def best_of(first: HealthReport, second: HealthReport) -> HealthReport:
 def _relative_limits(
     reports: Iterable[HealthReport], slow_factor: float
 ) -> dict[str, tuple[float, str]]:
-    """By check, the limit and what it is made of."""
+    """Returns each speed's limit, and what it is made of."""
     reports, limits = tuple(reports), {}
     for name, check in CHECKS.items():
         figures = [report.figures[name] for report in reports if name in report.figures]

@@ -19,7 +19,7 @@ _STOP_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class HealthReport:
-    """What was measured on one node.
+    """Everything that was measured on one node.
 
     Args:
         figures: by check (`orchestrator/policies/health.py` has their units); of a GPU's as

@@ -1,4 +1,4 @@
-"""What the NVIDIA driver and the kernel's log say about the health of this node's GPUs."""
+"""The health of this node's GPUs, as the NVIDIA driver and the kernel's log tell it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _KERNEL_LOG = "/dev/kmsg"
 
 
 def gpu_figures(kernel_log: str = _KERNEL_LOG) -> dict[str, float]:
-    """By check and GPU, as `gpu_ecc/0`; nothing without a GPU, its driver or `nvidia-ml-py`. What a
-    GPU or the driver does not support is left out."""
+    """Returns figures by check and GPU, as `gpu_ecc/0`; none without a GPU, its driver or
+    `nvidia-ml-py`. What a GPU or the driver does not support is left out."""
     nvml: Any
     try:
         nvml = import_module("pynvml")

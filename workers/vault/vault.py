@@ -128,11 +128,11 @@ class Vault:
         self._health.begin(limit_s)
 
     def health(self) -> HealthReport | None:
-        """What the last check of this node has found; None while it is in progress."""
+        """Returns what the last check of this node has found; None while it is in progress."""
         return self._health.report()
 
     def slow_down(self) -> None:
-        """From now on this node is slow, as its checks measure it: an injected fault."""
+        """Makes this node slow, as its checks measure it: an injected fault."""
         self._health.slower = SLOWER
 
     def measure_link(self, node_id: str) -> float:
