@@ -18,12 +18,12 @@ from rayzero.orchestrator.control.elastic import ElasticScaler
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.generation import GenerationNumbers
 from rayzero.orchestrator.control.hang_detector import HangDetector
-from rayzero.orchestrator.control.health import NodeHealth
 from rayzero.orchestrator.control.inbox import WorkerInbox
 from rayzero.orchestrator.control.job_stop import JobStop
 from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.control.newcomers import Newcomers
+from rayzero.orchestrator.control.node_health import NodeHealth
 from rayzero.orchestrator.control.reconfigure import MemberSelection, Reconfiguration, Rendezvous
 from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
 from rayzero.orchestrator.control.replacements import Replacements

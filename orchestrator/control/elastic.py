@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rayzero.orchestrator import machine
-from rayzero.orchestrator.control.health import NodeHealth
 from rayzero.orchestrator.control.inbox import WorkerInbox
 from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.control.newcomers import Newcomers
+from rayzero.orchestrator.control.node_health import NodeHealth
 from rayzero.orchestrator.control.replacements import Replacements
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.errors import WorkerLostError

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from rayzero.orchestrator.control.calls import Calls, WorkerUnavailableError
 from rayzero.orchestrator.control.failures import FailureHandler
-from rayzero.orchestrator.control.health import NodeHealth
 from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
+from rayzero.orchestrator.control.node_health import NodeHealth
 from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.plan import JobPlan

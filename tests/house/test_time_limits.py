@@ -30,7 +30,7 @@ REASONS = {
         workers.ledger_writer: RETRY_S
         workers.step_report: GPU_INTERVAL_S
         orchestrator.control.calls: EXIT_POLL_S
-        orchestrator.control.health: HEALTH_POLL_S
+        orchestrator.control.node_health: HEALTH_POLL_S
         workers.vault.node_probe: _ROUND_CPU_S
         orchestrator.control.role_pool: CHECK_INTERVAL_S
         orchestrator.control.rollouts: COUNT_INTERVAL_S
