@@ -18,6 +18,7 @@ from rayzero.orchestrator.job_events import (
     WorkersReady,
 )
 from rayzero.orchestrator.progress import StepRecord
+from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import FaultFired
 from tests.integration.nodes import Nodes
 from tests.integration.steady_job import latest_step, running_job, wait_for, world_size
@@ -45,7 +46,7 @@ def test_job_moves_off_drained_node_survives_lost_node_and_is_resized(nodes: Nod
         assert handle.scale("1") == "steady: 1 worker wanted; it has 2"
         wait_for(handle, lambda: world_size(event_log) == 1)
         assert not event_log.of(NodeChecked), "all nodes are well"
-        check_slow_node(handle, event_log)
+        check_slow_node(handle, event_log, FaultRecord(tmp_path / "steady"))
     assert [(r.world_size_before, r.world_size) for r in event_log.of(Resized)][-3:] == [
         (3, 2),
         (2, 1),
@@ -96,17 +97,17 @@ def check_lost_node(handle: JobHandle, event_log: EventLog) -> None:
     assert world_size(event_log) == 1
 
 
-def check_slow_node(handle: JobHandle, event_log: EventLog) -> None:
+def check_slow_node(handle: JobHandle, event_log: EventLog, record: FaultRecord) -> None:
     """After a fault of a worker its node, which is slow, is checked again, named and avoided."""
     resizes = len(event_log.of(Resized))
     handle.scale("1:2")
     wait_for(handle, lambda: len(event_log.of(Resized)) > resizes)
-    fired = len(event_log.of(FaultFired))
+    fired = len(record.read())
     handle.inject("slow_node(node=1)")
-    wait_for(handle, lambda: len(event_log.of(FaultFired)) > fired)
+    wait_for(handle, lambda: len(record.read()) > fired)
     handle.inject("kill(rank=1)")
     wait_for(handle, lambda: bool(event_log.of(NodeChecked)))
-    assert [it.fault.partition("(")[0] for it in event_log.of(FaultFired)[fired:]] == [
+    assert [it.fault.partition("(")[0] for it in record.read()[fired:]] == [
         "slow_node",
         "kill",
     ]
