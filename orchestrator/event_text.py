@@ -49,6 +49,9 @@ def event_lines(event: job_events.JobEvent) -> Iterator[str]:
             yield f"adopted a lost run at step {event.step}, offline for {event.offline_s:.0f} s"
         case job_events.FaultDetected():
             yield f"fault: {event.text}"
+        case job_events.NodeChecked():
+            passes = f"node {event.node} passes its health check again"
+            yield f"node {event.node} is avoided: {event.text}" if event.text else passes
         case job_events.RoleWorkerReady():
             worker = event.worker
             yield f"{event.role} {event.number} is ready on node {worker.node} (pid {worker.pid})"

@@ -122,6 +122,16 @@ class FaultDetected:
 
 
 @dataclass(frozen=True)
+class NodeChecked:
+    """A node failed its health check: its workers are used only if there are no others. `text` has
+    each figure, its limit and a fix; empty: it passes the check again."""
+
+    node_id: str
+    node: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Repaired:
     """The first finished step after a recovery.
 
@@ -303,6 +313,7 @@ ClientEvent: TypeAlias = (
     | Resumed
     | RunAdopted
     | FaultDetected
+    | NodeChecked
     | FaultFired
     | RoleWorkerReady
     | RoleWorkerEnded

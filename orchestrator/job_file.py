@@ -157,6 +157,7 @@ ADOPTABLE_KEYS = (
     "checkpoint.lease_s",
     "checkpoint.resume",
     "recovery",
+    "health",
     "metrics",
     "records",
     "faults",

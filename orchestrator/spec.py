@@ -17,7 +17,13 @@ from pydantic import (
 )
 
 from rayzero.engine.validation import error_lines, raise_config_error
-from rayzero.orchestrator.spec_sections import LaunchSpec, MetricsSpec, RecordsSpec, SpecSection
+from rayzero.orchestrator.spec_sections import (
+    HealthSpec,
+    LaunchSpec,
+    MetricsSpec,
+    RecordsSpec,
+    SpecSection,
+)
 from rayzero.workers.messages import SCRIPT_ENTRYPOINT
 from rayzero.workers.nccl_settings import contradictions
 
@@ -338,6 +344,7 @@ class JobSpec(SpecSection):
     seed: int = Field(default=0, ge=0, le=sys.maxsize, description="the data order follows from it")
     checkpoint: CheckpointSpec = CheckpointSpec()
     recovery: RecoverySpec = RecoverySpec()
+    health: HealthSpec = HealthSpec()
     metrics: MetricsSpec = MetricsSpec()
     records: RecordsSpec = RecordsSpec()
     faults: list[str] = Field(

@@ -156,3 +156,27 @@ class MetricsSpec(SpecSection):
     mlflow: MlflowSpec | None = Field(
         default=None, description="log every step to MLflow; {} for the defaults"
     )
+
+
+class HealthSpec(SpecSection):
+    """Checks of nodes, before their workers join and after repeated faults."""
+
+    enabled: bool = Field(
+        default=True, description="whether nodes are checked; one that fails is avoided"
+    )
+    slow_factor: float = Field(
+        default=0.5,
+        gt=0,
+        lt=1,
+        description="a node fails if it computes or copies slower than this part of the median of "
+        "the job's nodes, of three or more; of bandwidth between nodes, half of it",
+    )
+    limit_s: float = Field(
+        default=10, gt=0, le=3600, description="seconds that the checks of a node may take"
+    )
+    after_faults: int = Field(
+        default=2,
+        ge=1,
+        description="hardware faults of a node within the fault window after which it is checked "
+        "again before a replacement starts there",
+    )

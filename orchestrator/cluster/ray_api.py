@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import ray
@@ -235,6 +236,27 @@ def node_names() -> dict[str, str]:
     """Host names of all nodes, lost ones included, by id."""
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     return {node["NodeID"]: node["NodeManagerHostname"] for node in nodes}
+
+
+def call_on_nodes(function: Callable[[], Any], limit_s: float) -> dict[str, Any]:
+    """Calls a function in a process of every living node. Returns what each returned, or the error,
+    by the node's name and the first digits of its id."""
+    call = ray.remote(function)
+    until_s = monotonic() + limit_s
+    replies = {}
+    for node in ray.nodes():  # type: ignore[no-untyped-call]
+        if node["Alive"]:
+            here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            name = f"{node['NodeManagerHostname']} ({node['NodeID'][:8]})"
+            options = call.options(num_cpus=0, max_retries=0, scheduling_strategy=here)
+            replies[name] = options.remote()
+    results: dict[str, Any] = {}
+    for name, reply in replies.items():
+        try:
+            results[name] = ray.get(reply, timeout=max(0.0, until_s - monotonic()))
+        except RayError as error:
+            results[name] = error
+    return results
 
 
 def on_head_node() -> NodeAffinitySchedulingStrategy | None:

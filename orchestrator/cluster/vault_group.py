@@ -36,6 +36,11 @@ class VaultGroup:
         self._actor = ray.remote(VaultActor)
         self._vaults: dict[str, Any] = {}
         self._shared_peers: dict[str, Any] = {}
+        self._health_limit_s: float | None = None
+
+    def check_nodes(self, limit_s: float) -> None:
+        """Makes each vault that starts later begin with a check of its node."""
+        self._health_limit_s = limit_s
 
     def start(self, node_id: str) -> None:
         """Starts a vault on a node that has none, without waiting for it."""
@@ -48,7 +53,11 @@ class VaultGroup:
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
         self._vaults[node_id] = actor.remote(
-            self._spec.name, node_id, self._faults, self._spec.output_dir
+            self._spec.name,
+            node_id,
+            self._faults,
+            self._spec.output_dir,
+            self._health_limit_s,
         )
 
     async def open(self, node_ids: Sequence[str]) -> dict[str, str]:

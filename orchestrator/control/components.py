@@ -23,6 +23,7 @@ from rayzero.orchestrator.control.job_stop import JobStop
 from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.control.newcomers import Newcomers
+from rayzero.orchestrator.control.node_health import NodeHealth
 from rayzero.orchestrator.control.reconfigure import MemberSelection, Reconfiguration, Rendezvous
 from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
 from rayzero.orchestrator.control.replacements import Replacements
@@ -229,6 +230,7 @@ class Components:
         self.hang_detector = HangDetector(
             plan, loop, machine, members, calls, events, inbox, failures
         )
+        health = NodeHealth(plan.spec.health, loop, members, calls, deps.vaults, events)
         newcomers = Newcomers(
             loop,
             machine,
@@ -241,10 +243,28 @@ class Components:
             self.roles.rollouts.group,
         )
         replacements = Replacements(
-            plan, loop, machine, members, calls, workers, events, self.progress, failures
+            plan,
+            loop,
+            machine,
+            members,
+            calls,
+            workers,
+            events,
+            self.progress,
+            failures,
+            health,
         )
         self.scaler = ElasticScaler(
-            loop, machine, members, workers, events, vaults, inbox, newcomers, replacements
+            loop,
+            machine,
+            members,
+            workers,
+            events,
+            vaults,
+            inbox,
+            newcomers,
+            replacements,
+            health,
         )
 
     def _on_process_died(self, worker: int, end: ProcessEnd) -> None:

@@ -195,6 +195,7 @@ class Controller:
         self._parts.injector.start(resumed=await self._parts.checkpoints.resolve_resume())
         self._parts.completion.announce(self._parts.checkpoints.newest)
         began_at_s = self._loop.now_s()
+        self._parts.scaler.health.start()
         self._roles.start()
         need = self._plan.resources
         if self._roles.by_name:
@@ -205,6 +206,7 @@ class Controller:
         if self._roles.by_name:
             self._loop.spawn(self._grow())
         await self._parts.vaults.ensure_open(worker.node_id for worker in workers)
+        await self._parts.scaler.health.look_at(workers)
         self._members.registry.start_s = self._loop.now_s() - began_at_s
         self._members.registry.add(workers)
         self._deps.events.emit(WorkersReady(workers))

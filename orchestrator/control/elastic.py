@@ -10,6 +10,7 @@ from rayzero.orchestrator.control.inbox import WorkerInbox
 from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.control.newcomers import Newcomers
+from rayzero.orchestrator.control.node_health import NodeHealth
 from rayzero.orchestrator.control.replacements import Replacements
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.errors import WorkerLostError
@@ -44,6 +45,7 @@ class ElasticScaler:
     _inbox: WorkerInbox
     _newcomers: Newcomers
     _replacements: Replacements
+    health: NodeHealth
 
     def start(self) -> None:
         """Starts the background tasks, once the first workers are placed."""
@@ -84,9 +86,13 @@ class ElasticScaler:
     async def _admit(self, worker: WorkerInfo) -> None:
         """A worker is ready once its node has a vault."""
         await self._vaults.open_with_retries(worker.node_id, lambda: True)
+        await self.health.look_at([worker])
         self._members.registry.add([worker])
         self._inbox.subscribe([worker.index])
         self._events.emit(WorkersReady((worker,)))
+        if self._machine.is_running and worker.node_id in self._members.registry.avoided_nodes:
+            self._members.registry.remove(worker.index)
+            self._loop.spawn(self._replacements.relocate(worker))
 
     async def _watch_draining_nodes(self) -> None:
         registry = self._members.registry
@@ -136,4 +142,6 @@ class ElasticScaler:
             return ""
         if any(worker.node_id in registry.draining_nodes for worker in generation.workers):
             return "a node is draining"
+        if any(worker.node_id in registry.avoided_nodes for worker in generation.workers):
+            return "a node fails its health check"
         return f"from {len(old)} to {len(selection.indices)} workers"

@@ -11,6 +11,7 @@ from rayzero.orchestrator.control.calls import Calls, WorkerUnavailableError
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
+from rayzero.orchestrator.control.node_health import NodeHealth
 from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.plan import JobPlan
@@ -38,6 +39,7 @@ class Replacements:
     _events: EventBus
     _progress: JobProgress
     _failures: FailureHandler
+    _health: NodeHealth
     _quarantined: frozenset[str] = frozenset()
 
     async def run(self) -> None:
@@ -62,7 +64,16 @@ class Replacements:
 
     async def _replace_when_free(self, worker: WorkerInfo) -> None:
         await self._wait_device_free(worker)
-        self._replace(worker)
+        began_s = self._loop.now_s()
+        if self._failures.was_lost(worker.index) and self._is_suspect(worker):
+            await self._health.check_again(worker)
+        self._replace(worker, self._loop.now_s() - began_s)
+
+    def _is_suspect(self, worker: WorkerInfo) -> bool:
+        spec, history = self._plan.spec, self._failures.history
+        window_s, now_s = spec.recovery.fault_window_s, self._loop.now_s()
+        faults = placement.count_hardware_faults(history, worker.node_id, window_s, now_s)
+        return faults >= spec.health.after_faults
 
     async def _wait_device_free(self, worker: WorkerInfo) -> None:
         """At most `workers.start_timeout_s`: nothing ends a process that hangs in the kernel."""
@@ -89,8 +100,9 @@ class Replacements:
         restore = self._members.generation.restore
         return self._progress.steps > (restore.step if restore is not None else 0)
 
-    def _replace(self, worker: WorkerInfo) -> None:
-        """Starts a worker in the place of one that was lost or retired, unless there are enough."""
+    def _replace(self, worker: WorkerInfo, waited_s: float = 0.0) -> None:
+        """Starts a worker in the place of one that was lost or retired, unless there are enough.
+        `waited_s`: what counts as a part of the delay after a fault."""
         registry = self._members.registry
         limits = registry.limits
         if len(registry.ready) >= limits.max + limits.spares:
@@ -99,13 +111,15 @@ class Replacements:
         window_s = self._plan.spec.recovery.fault_window_s
         history, now_s = self._failures.history, self._loop.now_s()
         nodes = {*registry.nodes, worker.node_id}
-        bad = placement.quarantined_nodes(history, nodes, window_s, now_s)
-        for node in sorted(bad - self._quarantined):
+        unhealthy = registry.unhealthy_nodes
+        bad = placement.quarantined_nodes(history, nodes, window_s, now_s, unhealthy)
+        for node in sorted(bad - self._quarantined - unhealthy):
             self._events.warn(self._quarantine_text(node))
         self._quarantined = bad
         delay_s = 0.0
         if self._failures.was_lost(worker.index):
             delay_s = placement.restart_backoff_s(history, worker.node_id, window_s, now_s)
+            delay_s = max(0.0, delay_s - waited_s)
         avoid = sorted(bad | registry.draining_nodes)
         self._workers.replace(worker.index, delay_s, avoid)
 

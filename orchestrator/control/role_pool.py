@@ -362,7 +362,7 @@ class RolePool:
         window_s, now_s = self._budget.window_s, self._loop.now_s()
         nodes = {*self.nodes, info.node_id}
         bad = placement.quarantined_nodes(self._faults, nodes, window_s, now_s)
-        avoid = sorted(bad | self._members.registry.draining_nodes)
+        avoid = sorted(bad | self._members.registry.leaving_nodes)
         with suppress(WorkerLostError):  # it was released meanwhile
             self._group.replace(info.index, delay_s, avoid)
         self._on_change()

@@ -5,39 +5,28 @@ Problems are returned as facts, never raised.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import resource
-import subprocess
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
-from typing import IO, Any
+from tempfile import TemporaryDirectory
 
 from rayzero.engine.redact import redact_url
 from rayzero.workers.nccl_settings import NcclSetting, contradictions
+from rayzero.workers.probe_process import ProbeResult, run_probe
+from rayzero.workers.vault.health import NODE_PROBE
 
 _PROBES = "rayzero.orchestrator.doctor.probes"
 _TORCH_TIMEOUT_S = 90.0  # importing torch on a busy machine, and 30 s for a collective
 _CLUSTER_TIMEOUT_S = 45.0
 _STORAGE_TIMEOUT_S = 45.0
-_KILL_TIMEOUT_S = 5.0
 _MAX_SLOWDOWN = 10.0
-_MAX_ERROR_CHARS = 300  # of a failed process's last line
-
-
-@dataclass(frozen=True)
-class ProbeResult:
-    """The facts that a probe printed, also if it failed later, and why it did not complete."""
-
-    facts: dict[str, Any] = field(default_factory=dict)
-    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,12 +56,14 @@ class MachineFacts:
 
 @dataclass(frozen=True)
 class SystemFacts:
-    """All facts; `cluster` is None without an address, `storage` is that of `checkpoint_path`."""
+    """All facts; `cluster` is None without an address, `storage` is that of `checkpoint_path`,
+    `health` this machine's."""
 
     machine: MachineFacts
     torch: ProbeResult
     cluster: ProbeResult | None
     storage: ProbeResult
+    health: ProbeResult
     address: str
     checkpoint_path: str
 
@@ -82,7 +73,7 @@ def collect_facts(place: str, address: str, env: Mapping[str, str]) -> SystemFac
     cluster, empty for none; `env`: what a job sets for its workers."""
     factor = slowdown()
     torch_s = factor * _TORCH_TIMEOUT_S
-    with TemporaryDirectory(prefix="rayzero-doctor-") as folder, ThreadPoolExecutor(4) as threads:
+    with TemporaryDirectory(prefix="rayzero-doctor-") as folder, ThreadPoolExecutor(5) as threads:
         torch, _ = (
             threads.submit(
                 run_probe,
@@ -94,6 +85,7 @@ def collect_facts(place: str, address: str, env: Mapping[str, str]) -> SystemFac
         )
         storage_s, cluster_s = factor * _STORAGE_TIMEOUT_S, factor * _CLUSTER_TIMEOUT_S
         storage = threads.submit(run_probe, _PROBES, ("storage",), storage_s, place)
+        health = threads.submit(run_probe, NODE_PROBE, (), storage_s)
         cluster = None
         if address:
             cluster = threads.submit(run_probe, _PROBES, ("cluster", address), cluster_s)
@@ -102,6 +94,7 @@ def collect_facts(place: str, address: str, env: Mapping[str, str]) -> SystemFac
             torch=torch.result(),
             cluster=None if cluster is None else cluster.result(),
             storage=storage.result(),
+            health=health.result(),
             address=address,
             checkpoint_path=redact_url(place),
         )
@@ -114,32 +107,6 @@ def slowdown(file: str = "/proc/self/schedstat") -> float:
         ran_ns, waited_ns = map(int, Path(file).read_text().split()[:2])
         return min(1 + waited_ns / ran_ns, _MAX_SLOWDOWN)
     return 1.0
-
-
-def run_probe(
-    module: str, arguments: tuple[str, ...], limit_s: float, stdin_text: str = ""
-) -> ProbeResult:
-    """Runs a module that prints JSON objects, one a line; later values of a key win.
-
-    The key `trouble` is the error of the probe. A process that exceeds the limit is killed, and its
-    output so far is used.
-    """
-    command = [sys.executable, "-m", module, *arguments]
-    # Files, not pipes: a child of the process may keep a pipe open after it has ended.
-    with TemporaryFile() as stdout, TemporaryFile() as stderr:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr)
-        error = ""
-        try:
-            process.communicate(stdin_text.encode(), timeout=limit_s)
-            if process.returncode != 0:
-                error = _exit_reason(process.returncode, _read_text(stderr))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            with suppress(subprocess.TimeoutExpired):  # it may hang in I/O
-                process.wait(_KILL_TIMEOUT_S)
-            error = f"no answer within {limit_s:g} s"
-        facts = _parse_output(_read_text(stdout))
-    return ProbeResult(facts, str(facts.pop("trouble", error)))
 
 
 def inspect_machine(environment: Mapping[str, str]) -> MachineFacts:
@@ -168,23 +135,3 @@ def inspect_machine(environment: Mapping[str, str]) -> MachineFacts:
         nccl_settings=tuple(contradictions(environment)),
         cores=len(os.sched_getaffinity(0)),
     )
-
-
-def _parse_output(text: str) -> dict[str, Any]:
-    facts: dict[str, Any] = {}
-    for line in text.splitlines():
-        if line.startswith("{"):  # libraries also print to stdout
-            with suppress(ValueError):  # cut off by the kill
-                facts |= json.loads(line)
-    return facts
-
-
-def _read_text(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode(errors="replace")
-
-
-def _exit_reason(code: int, stderr: str) -> str:
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    reason = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return lines[-1][:_MAX_ERROR_CHARS] if lines else f"the probe ended with {reason}"

@@ -7,7 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rayzero.orchestrator.doctor.collect import MachineFacts, ProbeResult, SystemFacts
+from rayzero.orchestrator.doctor.collect import MachineFacts, SystemFacts
+from rayzero.orchestrator.policies import health
+from rayzero.orchestrator.spec_sections import HealthSpec
+from rayzero.workers.probe_process import ProbeResult
+from rayzero.workers.vault.health import HealthReport
 
 MIN_PYTHON = "3.11"
 """The oldest supported version, as those below."""
@@ -62,6 +66,7 @@ def diagnose(facts: SystemFacts) -> list[Finding]:
         *_check_cluster(facts.cluster, facts.address),
         *_check_machine(facts.machine),
         *_check_storage(facts.storage, facts.checkpoint_path),
+        *_check_nodes(facts),
     ]
 
 
@@ -189,6 +194,25 @@ def _check_machine(machine: MachineFacts) -> Iterator[Finding]:
         yield _warn("open files", f"at most {hard}", fix)
     else:
         yield _ok("open files", f"{soft}, at most {hard}")
+
+
+def _check_nodes(facts: SystemFacts) -> Iterator[Finding]:
+    """Yields what the checks of nodes say that a job makes, too: of this machine, and of the
+    cluster's nodes."""
+    reports = {"this machine": HealthReport.of(facts.health.facts, facts.health.error)}
+    nodes = {} if facts.cluster is None else facts.cluster.facts.get("health", {})
+    for name, measured in nodes.items():
+        figures = {key: value for key, value in measured.items() if key != "trouble"}
+        reports[f"node {name}"] = HealthReport.of(figures, str(measured.get("trouble", "")))
+    failed = health.judge(reports, HealthSpec().slow_factor)
+    for name, report in reports.items():
+        for check in failed.get(name, ()):
+            yield _warn("health", f"{name}: {check.text}", f"{check.fix}; jobs avoid such nodes")
+        if report.incomplete:
+            fix = "the process `python -m rayzero.workers.vault.node_probe` on that machine"
+            yield _warn("health", f"{name}: {report.incomplete}", fix)
+        elif name not in failed:
+            yield _ok("health", f"{name}: {health.describe_speeds(report)}")
 
 
 def _check_storage(probe: ProbeResult, place: str) -> Iterator[Finding]:

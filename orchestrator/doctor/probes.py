@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from rayzero.engine.errors import RayzeroError
+from rayzero.engine.errors import RayzeroError, first_line
 
 _TEST_BYTES = 4 * 2**20
+_NODE_LIMIT_S = 15.0
+_NODES_LIMIT_S = 30.0  # less than that of the probe of the whole cluster
 
 
 def check_cluster(address: str) -> dict[str, Any]:
-    """Number of nodes, total and free resources. Raises ConfigError if there is no cluster at that
+    """Number of nodes, total and free resources, and in `health` what each node has measured, or
+    why it has not. Raises ConfigError if there is no cluster at that
     address, or it rejects the connection."""
     from rayzero.orchestrator.cluster.connect import connect
     from rayzero.orchestrator.cluster.ray_api import draining_node_ids, node_snapshot
@@ -36,7 +39,34 @@ def check_cluster(address: str) -> dict[str, Any]:
             "free_cpus": nodes.total_free.cpus,
             "free_gpus": nodes.total_free.gpus,
             "leaving": len(draining_node_ids()),
+            "health": _check_nodes(),
         }
+
+
+def _check_node() -> dict[str, Any]:
+    """The facts of the node's probe, in a task there, and the time of its clock."""
+    from rayzero.workers.probe_process import run_probe
+    from rayzero.workers.vault.health import NODE_PROBE
+
+    result = run_probe(NODE_PROBE, (), _NODE_LIMIT_S)
+    return {**result.facts, "trouble": result.error, "unix_s": time.time()}
+
+
+def _check_nodes() -> dict[str, Any]:
+    """Returns the facts of each node's probe, with `clock`; or why there are none."""
+    from rayzero.orchestrator.cluster.ray_api import call_on_nodes
+    from rayzero.workers.vault.health import clock_offset_s
+
+    asked_s = time.time()
+    results = call_on_nodes(_check_node, _NODES_LIMIT_S)
+    received_s = time.time()
+    for facts in results.values():
+        if isinstance(facts, dict):
+            facts["clock"] = clock_offset_s(facts.pop("unix_s"), asked_s, received_s)
+    return {
+        name: it if isinstance(it, dict) else {"trouble": first_line(it)}
+        for name, it in results.items()
+    }
 
 
 def check_storage(place: str) -> dict[str, Any]:

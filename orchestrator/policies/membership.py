@@ -77,7 +77,7 @@ def select_members(
     Args:
         ready: by index.
         members: indices of the present members.
-        draining_nodes: ids of nodes.
+        draining_nodes: ids of nodes, also of unhealthy ones.
     """
     if limits.size(len(ready)) is None:
         return None
@@ -122,6 +122,8 @@ class WorkerRegistry(ObservedState):
         self.limits = limits
         self.draining_nodes: frozenset[str] = frozenset()
         """Ids of nodes that are about to be removed."""
+        self.unhealthy_nodes: frozenset[str] = frozenset()
+        """Ids of nodes that failed their health check. Its only writer is NodeHealth."""
         self.members: frozenset[int] = frozenset()
         """Indices of the newest generation's members."""
         self.calls: dict[int, FunctionCall] = {}
@@ -172,6 +174,17 @@ class WorkerRegistry(ObservedState):
         if self._nodes is None:
             self._nodes = tuple(dict.fromkeys(worker.node_id for worker in self.ready))
         return self._nodes
+
+    @property
+    def avoided_nodes(self) -> frozenset[str]:
+        """The unhealthy nodes; none if there are no others."""
+        unhealthy = self.unhealthy_nodes
+        return unhealthy if any(node not in unhealthy for node in self.nodes) else frozenset()
+
+    @property
+    def leaving_nodes(self) -> frozenset[str]:
+        """The nodes whose workers are used only if there are no others."""
+        return self.draining_nodes | self.avoided_nodes
 
     def mark_lost(self, worker: int) -> None:
         """Its process ended; its reservation waits for a replacement."""
@@ -227,7 +240,7 @@ class WorkerRegistry(ObservedState):
         often, and cached until an input changes."""
         limits = self.present_limits
         members = self.members
-        draining = self.draining_nodes
+        draining = self.leaving_nodes
         inputs = (self._version, self.calls, limits, members, draining)
         if self._selection is None or self._selection[0] != inputs:
             selection = select_members(self._candidates(), limits, members, draining)

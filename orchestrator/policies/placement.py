@@ -279,24 +279,30 @@ def restart_backoff_s(
     faults: Sequence[Fault], node_id: str, window_s: float, now_s: float
 ) -> float:
     """Start delay of a replacement on that node: 0 for its first fault, then 1, 2, 4 ... 60."""
-    count = _count_hardware_faults(faults, node_id, window_s, now_s)
+    count = count_hardware_faults(faults, node_id, window_s, now_s)
     return 0.0 if count <= 1 else min(MAX_BACKOFF_S, 2.0 ** (count - 2))
 
 
 def quarantined_nodes(
-    faults: Sequence[Fault], nodes: Iterable[str], window_s: float, now_s: float
+    faults: Sequence[Fault],
+    nodes: Iterable[str],
+    window_s: float,
+    now_s: float,
+    unhealthy: frozenset[str] = frozenset(),
 ) -> frozenset[str]:
-    """The nodes to avoid; none if that would leave no node of the job."""
+    """The nodes to avoid: those that keep failing, and `unhealthy` ones; none if that would leave
+    no node of the job."""
     all_nodes = frozenset(nodes)
     bad = frozenset(
         node
         for node in all_nodes
-        if _count_hardware_faults(faults, node, window_s, now_s) >= QUARANTINE_FAULTS
+        if count_hardware_faults(faults, node, window_s, now_s) >= QUARANTINE_FAULTS
     )
-    return bad if bad < all_nodes else frozenset()
+    bad |= unhealthy
+    return bad if all_nodes - bad else frozenset()
 
 
-def _count_hardware_faults(
+def count_hardware_faults(
     faults: Sequence[Fault], node_id: str, window_s: float, now_s: float
 ) -> int:
     """Hardware faults of a node, without failed collectives: those do not point to a node."""

@@ -26,7 +26,7 @@ from rayzero.engine.zero.placement import STAGES
 from rayzero.orchestrator.machine import EVENTS, TABLE, State
 from rayzero.orchestrator.metrics.catalog import CATALOG_GROUPS as SERIES
 from rayzero.orchestrator.spec import CheckpointSpec, RecoverySpec, Workers
-from rayzero.orchestrator.spec_sections import MetricsSpec, RecordsSpec
+from rayzero.orchestrator.spec_sections import HealthSpec, MetricsSpec, RecordsSpec
 from rayzero.workers.chaos.spec import all_fault_kinds, fault_usage
 from rayzero.workers.nccl_settings import NCCL_SETTINGS
 from tests.house.source import ROOT, packages
@@ -148,6 +148,7 @@ TABLES: Mapping[str, Mapping[str, str]] = {
     "faults.md": {
         "workers": settings_table(Workers, "workers"),
         "recovery": settings_table(RecoverySpec, "recovery"),
+        "health": settings_table(HealthSpec, "health"),
         "faults": table("fault|what happens|where", FAULT_ROWS),
         "nccl": table("variable|value|what follows from another value", NCCL_ROWS),
     },

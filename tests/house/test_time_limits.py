@@ -30,6 +30,8 @@ REASONS = {
         workers.ledger_writer: RETRY_S
         workers.step_report: GPU_INTERVAL_S
         orchestrator.control.calls: EXIT_POLL_S
+        orchestrator.control.node_health: HEALTH_POLL_S
+        workers.vault.node_probe: _ROUND_CPU_S
         orchestrator.control.role_pool: CHECK_INTERVAL_S
         orchestrator.control.rollouts: COUNT_INTERVAL_S
         orchestrator.top.follow: REFRESH_S LINE_INTERVAL_S
@@ -79,6 +81,8 @@ REASONS = {
         engine.comm.gloo_p2p: EXIT_LIMIT_S
         workers.worker: DEVICE_EXIT_S
         workers.vault.server: _STOP_TIMEOUT_S
+        workers.vault.health: _STOP_TIMEOUT_S
+        workers.probe_process: _KILL_TIMEOUT_S
         orchestrator.cluster.local_cluster: _STOP_TIMEOUT_S
         orchestrator.job.handle: FOLLOWER_CLOSE_S LOG_READ_S
         orchestrator.job.api: EXIT_TIMEOUT_S
@@ -152,7 +156,7 @@ REASONS = {
     "the doctor's probes, and the lifetime and resolution of what is shown": """
         orchestrator.doctor.diagnose: _SLOW_WRITE_S
         orchestrator.doctor.collect: _TORCH_TIMEOUT_S _CLUSTER_TIMEOUT_S _STORAGE_TIMEOUT_S
-            _KILL_TIMEOUT_S
+        orchestrator.doctor.probes: _NODE_LIMIT_S _NODES_LIMIT_S
         orchestrator.job.ended_jobs: MAX_RECORD_AGE_S
         orchestrator.job.command_server: _FOLLOW_LIMIT_S
         orchestrator.metrics.job_metrics: STEP_BUCKETS_S RECOVERY_BUCKETS_S CHECKPOINT_BUCKETS_S

@@ -48,6 +48,7 @@ def running_job(folder: Path, event_log: EventLog, **workers: Any) -> Iterator[J
     """Yield a job after its first steps and stop it at the end, after some more."""
     args = {"pause_s": 0.1, "start_s": START_S}
     changes = {"args": args, "workers": Workers(**workers), "checkpoint": {"path": str(folder)}}
+    changes["health"] = {"after_faults": 1, "limit_s": 60}
     with submitted(steady_job(folder, **changes), event_log) as handle:
         wait_for(handle, lambda: latest_step(event_log) > 5)
         yield handle

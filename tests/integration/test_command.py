@@ -233,7 +233,11 @@ def test_doctor_checks_a_cluster(shell: Shell, head: Head) -> None:
     shell.env["PYTHONPATH"] = str(ROOT)
     done = shell.run("doctor", "--json", "--address", head.address, cwd=shell.folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+    findings = json.loads(done.stdout)["findings"]
+    found = {finding["name"]: finding for finding in findings}
+    checked = [finding["seen"] for finding in findings if finding["name"] == "health"]
+    assert [text.partition(" ")[0] for text in checked] == ["this", "node"], checked
+    assert all("GFLOP/s, memory bandwidth" in text for text in checked), checked
     levels = [found[name]["level"] for name in ("torch", "gloo", "cluster", "checkpoints")]
     assert levels == ["ok"] * 4
     assert found["cluster"]["seen"].startswith(f"1 nodes, {CPUS} CPUs")

@@ -12,11 +12,13 @@ from rayzero.orchestrator.job.handle import JobHandle
 from rayzero.orchestrator.job_events import (
     FaultDetected,
     JobWarning,
+    NodeChecked,
     Repaired,
     Resized,
     WorkersReady,
 )
 from rayzero.orchestrator.progress import StepRecord
+from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import FaultFired
 from tests.integration.nodes import Nodes
 from tests.integration.steady_job import latest_step, running_job, wait_for, world_size
@@ -43,12 +45,15 @@ def test_job_moves_off_drained_node_survives_lost_node_and_is_resized(nodes: Nod
         wait_for(handle, lambda: world_size(event_log) == 2)
         assert handle.scale("1") == "steady: 1 worker wanted; it has 2"
         wait_for(handle, lambda: world_size(event_log) == 1)
-    assert [(r.world_size_before, r.world_size) for r in event_log.of(Resized)][-2:] == [
+        assert not event_log.of(NodeChecked), "all nodes are well"
+        check_slow_node(handle, event_log, FaultRecord(tmp_path / "steady"))
+    assert [(r.world_size_before, r.world_size) for r in event_log.of(Resized)][-3:] == [
         (3, 2),
         (2, 1),
+        (1, 2),
     ]
-    assert len(event_log.of(FaultDetected)) == fault_count
-    assert len(event_log.of(Repaired)) == 1
+    assert len(event_log.of(FaultDetected)) == fault_count + 1
+    assert len(event_log.of(Repaired)) == 2
 
 
 def check_drained_node(
@@ -89,6 +94,30 @@ def check_lost_node(handle: JobHandle, event_log: EventLog) -> None:
     (repaired,) = event_log.of(Repaired)
     assert (repaired.world_size_before, repaired.world_size) == (2, 1)
     assert repaired.step > 0, "the state came from the other node's memory"
+    assert world_size(event_log) == 1
+
+
+def check_slow_node(handle: JobHandle, event_log: EventLog, record: FaultRecord) -> None:
+    """After a fault of a worker its node, which is slow, is checked again, named and avoided."""
+    resizes = len(event_log.of(Resized))
+    handle.scale("1:2")
+    wait_for(handle, lambda: len(event_log.of(Resized)) > resizes)
+    fired = len(record.read())
+    handle.inject("slow_node(node=1)")
+    wait_for(handle, lambda: len(record.read()) > fired)
+    handle.inject("kill(rank=1)")
+    wait_for(handle, lambda: bool(event_log.of(NodeChecked)))
+    assert [it.fault.partition("(")[0] for it in record.read()[fired:]] == [
+        "slow_node",
+        "kill",
+    ]
+    (checked,), lost = event_log.of(NodeChecked), event_log.of(FaultDetected)[-1].worker
+    assert checked.node_id == lost.node_id
+    assert re.search(r"memory bandwidth .* GB/s, limit .* of the median of \d nodes", checked.text)
+    seen = len(event_log.of(WorkersReady))
+    steps_so_far = latest_step(event_log)  # in this time a replacement would be there
+    wait_for(handle, lambda: latest_step(event_log) > steps_so_far + 50)
+    assert len(event_log.of(WorkersReady)) == seen
     assert world_size(event_log) == 1
 
 

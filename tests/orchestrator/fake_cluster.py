@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -56,6 +57,7 @@ from rayzero.workers.rollouts.address import BufferAddress
 from rayzero.workers.rollouts.counts import RolloutCounts
 from rayzero.workers.rollouts.ledger import RolloutLedger, RolloutPlan
 from rayzero.workers.stacks import Stacks
+from rayzero.workers.vault.health import HealthReport
 from rayzero.workers.vault.records import ConnectionLost, SlotInfo, SlotRef, VaultGoneError
 
 WorkerOutput = list[WorkerMessage] | WorkerLostError
@@ -610,6 +612,9 @@ class FakeVaultGroup:
         self.injected: tuple[str, ...] = ()
         self.not_injectable: dict[str, str] = {}
         self.node_faults: list[tuple[str, str]] = []
+        self.health_limit_s: float | None = None
+        self.figures: dict[str, dict[str, float]] = {}  # by node, of the next health check
+        self.checked: list[str] = []  # nodes, of checks that the controller asked for
         self.still_running: set[int] = set()  # killed processes that have not exited
         self.releases = 0
         self.may_open = True
@@ -731,6 +736,21 @@ class FakeVaultGroup:
             vault.files.append((folder, ref))
             files.append(RankFile(f"rank-{ref.rank}", 64, "", "", 0, ref.rank, BlockIndex(), {}))
         return files
+
+    def check_nodes(self, limit_s: float) -> None:
+        self.health_limit_s = limit_s
+
+    async def check_health(self, node_id: str, limit_s: float) -> None:
+        self._vault(node_id)
+        self.checked.append(node_id)
+
+    async def health(self, node_id: str) -> HealthReport:
+        self._vault(node_id)
+        return HealthReport({"memory": 12.0, **self.figures.get(node_id, {})}, unix_s=time.time())
+
+    async def measure_link(self, node_id: str, other: str) -> float:
+        figures = (self.figures.get(node, {}).get("link", 1.0) for node in (node_id, other))
+        return min(figures)
 
     async def runs(self, node_id: str, pid: int) -> bool:
         self._vault(node_id)

@@ -37,7 +37,7 @@ def why_impossible(fault: FaultSpec, is_controller_node: bool, controller_networ
         is_controller_node: whether the job's controller runs on this node.
         controller_network: the controller's `network_id`.
     """
-    if fault.kind == "kill_vault":
+    if fault.kind in ("kill_vault", "slow_node"):
         return ""
     if is_controller_node:
         return "the job's controller runs on that node, and would be lost with it"

@@ -75,6 +75,9 @@ FAULT_KINDS: Mapping[str, FaultKind] = {
         "worker", "an exception, as if from user code", _ON_RANK, {**_PHASE, "times": 1}
     ),
     "kill_vault": FaultKind("vault", "SIGKILL to a node's vault", _ON_NODE),
+    "slow_node": FaultKind(
+        "vault", "a node is ten times slower, as its health checks measure it", _ON_NODE
+    ),
     "drop_node": FaultKind("cluster", "SIGKILL to all Ray processes of a node", _ON_NODE),
     "partition": FaultKind(
         "cluster", "a node's network is down for `seconds` (needs root)", (*_ON_NODE, "seconds")

@@ -40,10 +40,16 @@ class VaultActor(Vault):
         node_id: the node that this actor runs on.
         faults: the job's faults; those of the store are injected here.
         output_dir: the folder of the record of injected faults.
+        health_limit_s: of a check of the node that begins now; None: it is not checked.
     """
 
     def __init__(
-        self, job: str, node_id: str, faults: Sequence[FaultSpec] = (), output_dir: str = ""
+        self,
+        job: str,
+        node_id: str,
+        faults: Sequence[FaultSpec] = (),
+        output_dir: str = "",
+        health_limit_s: float | None = None,
     ) -> None:
         with suppress(OSError):  # Ray raises workers' niceness; detecting a death must not wait
             os.setpriority(os.PRIO_PROCESS, 0, 0)
@@ -53,6 +59,8 @@ class VaultActor(Vault):
         self.inject(faults)
         before_write = partial(inject_store_faults, self._faults)
         super().__init__(job, node_id, self._fetch_remote, before_write=before_write)
+        if health_limit_s is not None:
+            self.check_health(health_limit_s)
 
     def set_peers(self, peers: Mapping[str, Any]) -> None:
         """Replaces the actor handles of the other nodes' vaults, by node id."""
@@ -72,7 +80,10 @@ class VaultActor(Vault):
         return why_impossible(fault, is_controller_node, controller_network)
 
     def inject_node_fault(self, fault: FaultSpec) -> None:
-        inject_node_fault(fault)
+        if fault.kind == "slow_node":
+            self.slow_down()
+        else:
+            inject_node_fault(fault)
 
     def _fetch_remote(self, ref: SlotRef, offset: int, length: int) -> memoryview:
         """Reads through Ray's object store. Called by the vault's own threads."""

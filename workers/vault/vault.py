@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from threading import BoundedSemaphore, Event, Lock
+from time import monotonic
 from typing import TypeAlias
 
 import numpy as np
@@ -26,6 +27,7 @@ from rayzero.workers.rollouts.ledger import RolloutPlan
 from rayzero.workers.rollouts.server import RolloutServer
 from rayzero.workers.vault import images
 from rayzero.workers.vault.buffers import BufferPool, available_bytes
+from rayzero.workers.vault.health import SLOWER, HealthCheck, HealthReport
 from rayzero.workers.vault.images import FetchRemote, MappedSlotReader, RemoteSlotReader
 from rayzero.workers.vault.peers import Peer, inspect_process
 from rayzero.workers.vault.records import SlotInfo, SlotRef, VaultEvent, VaultGoneError
@@ -38,6 +40,9 @@ from rayzero.workers.vault.weight_replicas import WeightReplicas
 MAX_REPLICATE_CALLS = 3
 """Calls of `replicate` at once, of which all but one wait; fewer than the vault's threads."""
 _HERE = "on this node: all nodes must share this folder"
+_NO_RANK = -1  # a read of it measures the way
+_LINK_BYTES = 4 * 2**20
+_LINK_READS = 5
 STORE_WAIT_S = 5.0
 """The time to wait for an earlier write; shorter than the timeout of a vault's poll."""
 
@@ -74,6 +79,7 @@ class Vault:
         self._write_lock = Lock()
         self._closing = Event()
         self._rollouts: RolloutServer | None = None
+        self._health = HealthCheck()
         self._registry = SlotRegistry(BufferPool(available))
         # A pool of its own: it takes no spare buffer that a rank is going to need.
         self._weights = WeightReplicas(BufferPool(available), fetch)
@@ -117,6 +123,28 @@ class Vault:
         usage["replicas"] += self._weights.nbytes
         return usage
 
+    def check_health(self, limit_s: float) -> None:
+        """Begins a check of this node, in a process of its own, unless one is in progress."""
+        self._health.begin(limit_s)
+
+    def health(self) -> HealthReport | None:
+        """Returns what the last check of this node has found; None while it is in progress."""
+        return self._health.report()
+
+    def slow_down(self) -> None:
+        """Makes this node slow, as its checks measure it: an injected fault."""
+        self._health.slower = SLOWER
+
+    def measure_link(self, node_id: str) -> float:
+        """GB/s at which this vault reads from that node's, the fastest of some reads. Raises
+        VaultGoneError if that vault does not answer."""
+        ref, fastest = SlotRef(0, _NO_RANK, 0, node_id), 0.0
+        for _ in range(_LINK_READS):
+            start_s = monotonic()
+            nbytes = len(self._fetch_remote(ref, 0, _LINK_BYTES))
+            fastest = max(fastest, 1e-9 * nbytes / (monotonic() - start_s))
+        return fastest
+
     def unpin(self, generation: int, step: int) -> None:
         """Unpins the versions of `step` and of earlier steps."""
         self._registry.unpin(generation, step)
@@ -130,6 +158,8 @@ class Vault:
         that, so no damaged data leaves this node. Raises SlotGoneError if this vault does not hold
         the version; SlotDamagedError if the data does not match its checksum.
         """
+        if rank == _NO_RANK:
+            return np.zeros(min(length, _LINK_BYTES), np.uint8)
         ref = SlotRef(generation, rank, step, self._node_id)
         with self._registry.open_pinned(ref) as fd:
             with closing(MappedSlotReader(ref, fd)) as image:
@@ -211,6 +241,7 @@ class Vault:
     def close(self) -> None:
         """Stops the server, aborts copies at their next chunk, and frees the memory. Idempotent."""
         self._closing.set()
+        self._health.close()
         self.close_rollouts()
         self._server.close()
         self._weights.close()

@@ -25,12 +25,14 @@ from rayzero.orchestrator.job_events import (
     CheckpointFailed,
     FaultDetected,
     JobWarning,
+    NodeChecked,
     Repaired,
     Resized,
     Resumed,
 )
 from rayzero.orchestrator.machine import StopRequested
 from rayzero.orchestrator.spec import CheckpointSpec, RecoverySpec, Workers
+from rayzero.orchestrator.spec_sections import HealthSpec
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.messages import Finished, Joined, StepDivided
@@ -41,6 +43,7 @@ _SECTIONS = {
     **dict.fromkeys(Workers.model_fields, "workers"),
     **dict.fromkeys(RecoverySpec.model_fields, "recovery"),
     **dict.fromkeys(CheckpointSpec.model_fields, "checkpoint"),
+    **dict.fromkeys(HealthSpec.model_fields, "health"),
 }
 
 
@@ -180,8 +183,9 @@ class _Course:
         assert [*map(str, of_name)] == [*workers], of_name
 
     async def says(self, text: str) -> None:
-        """A warning, or a fault's text."""
-        texts = [self.job.warnings, *(fault.text for fault in self.log.of(FaultDetected))]
+        """A warning, or the text of a fault or a failed check."""
+        told = *self.log.of(FaultDetected), *self.log.of(NodeChecked)
+        texts = [self.job.warnings, *(event.text for event in told)]
         assert text in "\n".join(texts), texts
 
     async def says_times(self, count: str, text: str) -> None:
@@ -244,6 +248,9 @@ _ACTIONS: dict[str, Callable[..., object]] = {
     "lose_node": lambda it, node: it.cluster.lose_node(node),
     "kill_vault": lambda it, node: it.vaults.kill(node),
     "vault_is": lambda it, node, failure: setattr(it.vaults.by_node[node], "failure", failure),
+    "measures": lambda it, nodes, *figures: it.vaults.figures.update(
+        dict.fromkeys(nodes, _settings(figures))
+    ),
     "no_vault_opens": lambda it: setattr(it.vaults, "may_open", False),
     "vaults_open": lambda it: setattr(it.vaults, "may_open", True),
     "writes_hang": lambda it: it.vaults.may_write.clear(),
@@ -279,6 +286,8 @@ _READINGS: dict[str, Callable[[_Course], Iterable[object]]] = {
     "vaults_opened": lambda it: it.vaults.opened,
     "vaults_closed": lambda it: it.vaults.closed,
     "vault": lambda it: {assign.vault for assign in it.job.assignments.values()},
+    "checked": lambda it: it.vaults.checked,
+    "health": lambda it: [f"{e.node}:{bool(e.text)}" for e in it.log.of(NodeChecked)],
     "faults": lambda it: [fault.cause for fault in it.log.of(FaultDetected)],
     "node_faults": lambda it: [
         f"{node}:{fault.partition('(')[0]}" for node, fault in it.vaults.node_faults

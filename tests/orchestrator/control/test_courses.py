@@ -350,7 +350,40 @@ INJECTED = {
         aabb max=4 faults=["kill_vault(node=2,step=2)"]; train 3; come c; scale 2 5; wait 1
         train 3; node_faults c:kill_vault""",
 }
+HEALTH = {
+    "a slow node is measured twice, named and avoided before the first step": """
+        aabbcc min=4 max=6; measures c memory=3.1; train 1; members 0 1 2 3; checked c
+        says "memory bandwidth 3.1 GB/s, limit 6 GB/s (0.5 of the median of 3 nodes)"
+        wait 1; replaced 4:0:c 5:0:c; train 3; health host-c:True; states starting running""",
+    "an unhealthy node is used where the others are too few": """
+        aabbcc min=6; measures c disk=0.5; train 1; members 0 1 2 3 4 5; checked
+        says "free disk space 0.5 GiB, limit 1 GiB" """,
+    "of two nodes none is called slow, and each has its own errors": """
+        aabb min=2 max=4; measures b memory=1 gpu_xid/3=79 clock=90; train 1; members 0 1; checked
+        says "GPU 3: Xid since its start 79, limit 0"; says "fix: reset the GPU" """,
+    "nodes that fail all are used": """
+        aabb min=1 max=4; measures ab gpu_ecc/0=2; train 1; members 0 1 2 3
+        kill 3; train 1; replaced 3:0; health host-a:True host-b:True""",
+    "a node with slow ways to both neighbours is left at the end of a step": """
+        aabbcc min=2 max=6; measures b link=0.2; train 1; wait 1; train 2; members 0 1 4 5
+        checked b; says "bandwidth to its neighbours 0.2 GB/s, limit 0.25 GB/s (0.25 of" """,
+    "a new worker on an unhealthy node is not used": """
+        aab min=2 max=4; train 1; measures c compute_errors=1; join c; wait 1; train 1
+        members 0 1 2; health host-c:True; replaced 3:0:c; dead 3""",
+    "a node is checked again after two faults, within the delay of its replacement": """
+        aabbcc min=1 max=6; train 1; kill 4; train 1; checked; measures c memory=2; kill 5; train 1
+        wait 1; checked c c; replaced 4:0 5:1:c; health host-c:True""",
+    "a node that passes again is used again": """
+        aabbc min=2 max=5 after_faults=1; measures c memory=2; train 1; members 0 1 2 3
+        measures b disk=0.5; kill 2; train 1; wait 1; health host-c:True host-b:True
+        measures b disk=9; kill 3; train 1; wait 1; replaced 2:0:b:c 3:1:c 4:0:c
+        health host-c:True host-b:True host-b:False""",
+    "nothing is checked if it is off": """
+        aabbcc enabled=false min=1 max=6 after_faults=1; measures c memory=1; train 1; kill 5
+        train 1; members 0 1 2 3 4; checked; health""",
+}
 COURSES = {
+    **{f"health: {name}": course for name, course in HEALTH.items()},
     **{f"injected: {name}": course for name, course in INJECTED.items()},
     **{f"loss: {name}": course for name, course in LOSSES.items()},
     **{f"failure: {name}": course for name, course in FAILURES.items()},

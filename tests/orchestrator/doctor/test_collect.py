@@ -91,7 +91,7 @@ def test_probes_have_as_many_times_longer_as_this_process_waited_for_a_cpu(
     assert slowdown(str(tmp_path / "none")) == 1
 
     def record(module: str, arguments: tuple[str, ...], limit_s: float, *_: str) -> ProbeResult:
-        limits_s[module, arguments[0]] = limit_s
+        limits_s[module, (*arguments, "")[0]] = limit_s
         return ProbeResult()
 
     monkeypatch.setattr(collect, "slowdown", lambda: slowdown(str(file)))

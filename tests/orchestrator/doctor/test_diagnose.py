@@ -44,8 +44,16 @@ TORCH = {
 CPU = {"torch": "2.13.0+cpu", "built_for_cuda": None, "devices": [], "gloo": True, "gloo_s": 0.2}
 CLUSTER = {"nodes": 3, "cpus": 8.0, "gpus": 2.0, "free_cpus": 8.0, "free_gpus": 2.0, "leaving": 0}
 STORAGE = {"write_s": 0.1, "nbytes": 4 * 2**20, "free_bytes": 2**40}
+HEALTH = {"compute": 50.0, "memory": 12.0, "disk": 76.0}
+SLOW = {name: {**HEALTH, "trouble": ""} for name in ("a", "b")} | {"c": HEALTH | {"memory": 3.1}}
 HEALTHY = SystemFacts(
-    MACHINE, ProbeResult(TORCH), ProbeResult(CLUSTER), ProbeResult(STORAGE), "head:6379", "runs"
+    MACHINE,
+    ProbeResult(TORCH),
+    ProbeResult(CLUSTER),
+    ProbeResult(STORAGE),
+    ProbeResult(HEALTH),
+    "head:6379",
+    "runs",
 )
 
 
@@ -68,6 +76,10 @@ def cluster(error: str = "", **changed: Any) -> SystemFacts:
 
 def storage(error: str = "", **changed: Any) -> SystemFacts:
     return replace(HEALTHY, storage=ProbeResult(STORAGE | changed, error))
+
+
+def here(facts: dict[str, Any], error: str = "") -> SystemFacts:
+    return replace(HEALTHY, health=ProbeResult(facts, error))
 
 
 OK, WARN, FAIL = Severity
@@ -100,6 +112,20 @@ PROBLEMS: dict[str, tuple[SystemFacts, str, Severity, str]] = {
     "no cluster": (cluster("there is no Ray cluster"), "cluster", FAIL, "--address"),
     "empty cluster": (cluster(cpus=0.0), "cluster resources", WARN, "autoscaler"),
     "draining nodes": (cluster(leaving=1), "cluster resources", WARN, "nodes being drained: 1"),
+    "slow node": (
+        cluster(health=SLOW),
+        "health",
+        WARN,
+        "node c: memory bandwidth 3.1 GB/s, limit 6",
+    ),
+    "silent node": (cluster(health={"c": {"trouble": "no answer"}}), "health", WARN, "no answer"),
+    "full local disk": (
+        here(HEALTH | {"disk": 0.1}),
+        "health",
+        WARN,
+        "this machine: free disk space 0.1 GiB",
+    ),
+    "no probe": (here({}, "no answer within 45 s"), "health", WARN, "no answer within 45 s"),
     "no memfd": (machine(memfd_error="memfd_create: no"), "shared memory", FAIL, "seccomp"),
     "no shm": (machine(shm_bytes=None), "shared memory", WARN, "shmSize"),
     "small shm": (machine(shm_bytes=64 * 2**20), "shared memory", WARN, "64 MiB"),

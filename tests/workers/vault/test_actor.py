@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,6 +70,22 @@ def test_blocked_poll_reports_lost_connection(vaults: dict[str, Any]):
         poll = vaults["a"].poll.remote(200.0)
         assert call(vaults["a"], "kill", worker.pid)
         assert ray.get(poll, timeout=100) == [ConnectionLost(5, worker.pid)]
+
+
+def test_link_is_measured_where_replicas_are_read_and_a_check_begins_with_the_vault(
+    vaults: dict[str, Any],
+):
+    checked = ray.remote(VaultActor).options(num_cpus=0).remote("job", "c", health_limit_s=120.0)
+    assert call(vaults["a"], "measure_link", "b") > 0
+    with pytest.raises(VaultGoneError, match="no vault is known on node c"):
+        call(vaults["a"], "measure_link", "c")
+    deadline_s = time.monotonic() + 120
+    while (report := call(checked, "health")) is None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    assert report.incomplete == ""
+    assert report.figures["memory"] > 0
+    ray.kill(checked)
 
 
 def test_reading_from_lost_vault_raises(vaults: dict[str, Any]):
