@@ -213,8 +213,15 @@ class RecoverySpec(SpecSection):
         ge=1,
         description="steps between in-memory copies; default: chosen from their measured cost",
     )
-    hang_timeout_s: _Seconds = Field(
-        default=120, description="seconds without progress after which a rank is considered hung"
+    patience_s: _Seconds = Field(
+        default=120,
+        description="seconds that a disk, a store, a process without an answer, and a rank where no "
+        "limit is learned are waited for",
+    )
+    hang_timeout_s: _Seconds | None = Field(
+        default=None,
+        description="seconds without progress after which a rank is considered hung, in every "
+        "phase; also patience_s, if that is not given. Default: learned from its steps, from 7 s on",
     )
     max_faults: int = Field(
         default=20, ge=0, description="maximum number of hardware faults in the fault window"
@@ -226,6 +233,14 @@ class RecoverySpec(SpecSection):
         default="even",
         description="samples of a step: the same number for all ranks, or by measured speed",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _be_as_patient(cls, value: Any) -> Any:
+        """Until `patience_s` was added, `hang_timeout_s` was all of these limits."""
+        if not isinstance(value, dict) or value.get("hang_timeout_s") is None:
+            return value
+        return {"patience_s": value["hang_timeout_s"], **value}
 
 
 def _check_entrypoint(value: str) -> str:

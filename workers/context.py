@@ -129,7 +129,7 @@ class Context:
             self.seed,
             group,
             lambda: (self.generation, self._session.assignment.rollouts),
-            self._spec.hang_timeout_s,
+            self._spec.patience_s,
         )
         source = LogSource(log, engine.progress, engine.state.register)
         return make_loader(engine.internals, source, collate_fn, None)

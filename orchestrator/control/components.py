@@ -74,7 +74,7 @@ class Components:
         Args:
             last: the last run, if it has ended.
         """
-        recovery, hang_timeout_s = plan.spec.recovery, plan.worker_spec.hang_timeout_s
+        recovery, patience_s = plan.spec.recovery, plan.worker_spec.patience_s
         events, workers, groups = deps.events, deps.workers, deps.vaults
         loop = self.loop = JobLoop(deps.clock, self._on_task_error)
         least, spec = plan.resources.min_workers, plan.spec.workers
@@ -83,13 +83,13 @@ class Components:
         machine = self.machine = JobMachine(members, loop.changed.notify)
         progress = self.progress = JobProgress()
         timer = RecoveryTimer(loop.now_s)
-        calls = Calls(loop, workers, groups, hang_timeout_s)
+        calls = Calls(loop, workers, groups, patience_s)
         budget = FaultBudget(recovery.max_faults, recovery.fault_window_s)
         failures = self.failures = FailureHandler(
             budget, loop, machine, members, calls, workers, events, progress, timer
         )
         vaults = self.vaults = VaultManager(
-            loop, members, calls, groups, events, hang_timeout_s, self._on_process_died
+            loop, members, calls, groups, events, patience_s, self._on_process_died
         )
         versions = self._build_roles(plan, deps, calls)
         injector = self.injector = ClusterFaultInjector(
@@ -102,7 +102,7 @@ class Components:
         )
         replication = Replication(recovery.replicas, loop, members, calls, events, checkpoints)
         restore = RestoreSelector(
-            members, calls, events, progress, timer, hang_timeout_s, failures, vaults, checkpoints
+            members, calls, events, progress, timer, patience_s, failures, vaults, checkpoints
         )
         # About another checkpoint than its own the last run says nothing.
         past = last if plan.spec.checkpoint.resume == "auto" else None
@@ -113,7 +113,7 @@ class Components:
         steps = StepReports(
             loop, members, events, progress, timer, speeds, replication, vaults, versions, injector
         )
-        self._build_inbox(deps, timer, steps, replication, versions, restore, hang_timeout_s)
+        self._build_inbox(deps, timer, steps, replication, versions, restore, patience_s)
         self._build_generations(plan, deps, calls, timer, steps, restore)
         self._build_scaling(plan, deps, calls)
 
@@ -132,7 +132,7 @@ class Components:
             self.failures,
             versions,
             events,
-            plan.worker_spec.hang_timeout_s,
+            plan.worker_spec.patience_s,
         )
         views = RoleViews(loop, members, rollouts, versions)
         roles = [(role, deps.role_groups[role.name]) for role in plan.roles]
@@ -147,7 +147,7 @@ class Components:
         replication: Replication,
         versions: WeightVersions,
         restore: RestoreSelector,
-        hang_timeout_s: float,
+        patience_s: float,
     ) -> None:
         """Makes what the ranks' messages pass through."""
         loop, members, failures = self.loop, self.members, self.failures
@@ -165,7 +165,7 @@ class Components:
             self.completion.begin,
         )
         dispatch, on_lost = dispatcher.dispatch, failures.on_worker_lost
-        self.inbox = WorkerInbox(loop, members, deps.workers, hang_timeout_s, dispatch, on_lost)
+        self.inbox = WorkerInbox(loop, members, deps.workers, patience_s, dispatch, on_lost)
 
     def _build_generations(
         self,

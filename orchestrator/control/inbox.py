@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
     from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 
 SILENCE_GRACE_S = 10.0
-"""Extra silence allowed beyond `hang_timeout_s`, so that the hang detector, which has diagnostics,
+"""Extra silence allowed beyond `recovery.patience_s`, so that the hang detector, which has diagnostics,
 acts first. It watches members only; this limit holds for all workers."""
 DISPATCH_SLICE_S = 0.001
 """How long messages are dispatched before other tasks get a turn: a loss may be waiting."""
@@ -70,7 +70,7 @@ class WorkerInbox:
     _loop: JobLoop
     _members: Members
     _workers: WorkerGroup
-    _hang_timeout_s: float
+    _patience_s: float
     _dispatch: Callable[[int, WorkerMessage], None]
     _on_lost: Callable[[int, str], None]
     _lines: UndeliveredLines = field(default_factory=UndeliveredLines)
@@ -142,7 +142,7 @@ class WorkerInbox:
 
     def expire_silent(self) -> None:
         """Reports workers as lost whose processes have been silent for too long."""
-        limit_s = WORKER_POLL_S + self._hang_timeout_s + SILENCE_GRACE_S
+        limit_s = WORKER_POLL_S + self._patience_s + SILENCE_GRACE_S
         since_s = self._loop.now_s() - limit_s
         silent = [worker for worker, at_s in self._last_heard_s.items() if at_s <= since_s]
         for worker in silent:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
     from rayzero.orchestrator.cluster.vault_group import VaultGroup
 
 VAULT_POLL_S = 2.0
-"""How long a poll waits at the vault for an event. One that takes `recovery.hang_timeout_s` longer
+"""How long a poll waits at the vault for an event. One that takes `recovery.patience_s` longer
 shows a vault that does not serve."""
 CLOSE_UNUSED_AFTER_S = 60.0
 """How long a vault is kept on a node without workers: a replacement may come there."""
@@ -40,7 +40,7 @@ class VaultManager:
     _calls: Calls
     _group: VaultGroup
     _events: EventBus
-    _hang_timeout_s: float
+    _patience_s: float
     _on_lost: Callable[[int, ProcessEnd], None]
     on_other_process_ended: Callable[[int, int, ProcessEnd], None] = lambda *_: None
     """Called for a process that is no rank's, with its worker's index and its pid."""
@@ -136,7 +136,7 @@ class VaultManager:
         while True:
             try:
                 events = await self._calls.vault(
-                    node, Vault.poll, VAULT_POLL_S, limit_s=VAULT_POLL_S + self._hang_timeout_s
+                    node, Vault.poll, VAULT_POLL_S, limit_s=VAULT_POLL_S + self._patience_s
                 )
             except (VaultLostError, VaultGoneError) as lost:
                 if node not in self._members.vault_addresses:
