@@ -215,13 +215,13 @@ class RecoverySpec(SpecSection):
     )
     patience_s: _Seconds = Field(
         default=120,
-        description="seconds that a disk, a store, a process without an answer, and a rank where no "
-        "limit is learned are waited for",
+        description="seconds that a disk, a store, a process that does not answer, and a rank "
+        "without a learned limit are waited for",
     )
     hang_timeout_s: _Seconds | None = Field(
         default=None,
-        description="seconds without progress after which a rank is considered hung, in every "
-        "phase; also patience_s, if that is not given. Default: learned from its steps, from 7 s on",
+        description="seconds without progress after which a rank is considered hung, in all "
+        "phases; also patience_s, if that is not given; default: learned from the rank's steps",
     )
     max_faults: int = Field(
         default=20, ge=0, description="maximum number of hardware faults in the fault window"

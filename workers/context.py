@@ -155,3 +155,4 @@ class Context:
             self._session.begin()
             self._session.post(self._session.reporter.build(int(metrics["step"])))
             self._session.check()
+            self._session.on_outside()

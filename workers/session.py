@@ -18,6 +18,7 @@ from rayzero.workers.generation_session import GenerationSession
 from rayzero.workers.membership import Membership, SessionHost
 from rayzero.workers.messages import StepDivided, WorkerSpec
 from rayzero.workers.retained_state import RetainedState
+from rayzero.workers.stacks import OUTSIDE_PHASE
 from rayzero.workers.step_report import MetricsMerger, worker_metrics
 
 if TYPE_CHECKING:
@@ -187,6 +188,9 @@ class JobSession(GenerationSession):
             return True
         return engine.module.training and torch.is_grad_enabled()
 
+    def on_outside(self) -> None:
+        self._channel.progress.enter_phase(OUTSIDE_PHASE)
+
     def on_collective_wait(self, collective: int, entered: bool) -> None:
         self._channel.progress.set_waiting(collective, entered)
         self.check()
@@ -212,7 +216,10 @@ class JobSession(GenerationSession):
             self._mirror.settle()  # what it copies may change
             return StepRequests(engine=number)
         if self._ledger is not None:
+            phase = self._channel.progress.phase
+            self._channel.progress.enter_phase("ledger")  # which waits for its disk
             self._ledger.write_step(step)
+            self._channel.progress.enter_phase(phase)
         requests = self._mirror.step_requests(step)
         return replace(requests, drain=self._channel.drain.is_set(), engine=number)
 
@@ -226,6 +233,7 @@ class JobSession(GenerationSession):
             self._merger.add(engine, metrics)
         if not self.engines.step.count(engine, lost=False):
             self.engines.warn_of_idle(self.assignment.rank)
+            self.on_outside()
             return
         step = int(metrics["step"])
         if several:
@@ -234,6 +242,7 @@ class JobSession(GenerationSession):
         self.engines.state.finish(step)
         with suppress(CollectiveError):
             self._end_step(step, metrics, agreed)
+        self.on_outside()
 
     def _end_step(self, step: int, metrics: dict[str, float], agreed: StepRequests) -> None:
         self._enter_phase("mirror")
@@ -323,6 +332,9 @@ class EngineSession(HostSession):
 
     def on_phase(self, name: str) -> None:
         self._job.on_phase(name, self._engine)
+
+    def on_outside(self) -> None:
+        self._job.on_outside()
 
     def on_collective_wait(self, collective: int, entered: bool) -> None:
         self._job.on_collective_wait(collective, entered)

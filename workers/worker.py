@@ -198,7 +198,7 @@ class WorkerProcess(UserProcess, WorkerCalls):
             raise EngineError(f"the state in memory cannot be copied: {error}") from error
 
     def dump_stack(self) -> Stacks:
-        return read_stacks()
+        return replace(read_stacks(), beat=self._training_thread.heartbeat(self._channel))
 
     def _enter(
         self, assignment: Assignment, channel: GenerationChannel, *, continues: bool = False

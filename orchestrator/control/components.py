@@ -166,6 +166,7 @@ class Components:
         )
         dispatch, on_lost = dispatcher.dispatch, failures.on_worker_lost
         self.inbox = WorkerInbox(loop, members, deps.workers, patience_s, dispatch, on_lost)
+        self.vaults.on_stalled = self.inbox.on_stalled
 
     def _build_generations(
         self,

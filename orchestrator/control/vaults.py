@@ -16,7 +16,7 @@ from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.policies.recovery import StoredSlot, newest_complete_in_vaults
 from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.vault.process_end import ProcessEnd
-from rayzero.workers.vault.records import VaultGoneError
+from rayzero.workers.vault.records import ProcessStalled, VaultGoneError
 from rayzero.workers.vault.vault import Vault
 
 if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
@@ -44,6 +44,7 @@ class VaultManager:
     _on_lost: Callable[[int, ProcessEnd], None]
     on_other_process_ended: Callable[[int, int, ProcessEnd], None] = lambda *_: None
     """Called for a process that is no rank's, with its worker's index and its pid."""
+    on_stalled: Callable[[ProcessStalled], None] = lambda _: None
     _used_addresses: dict[str, str] = field(default_factory=dict)
     """By node, as the members of the newest generation know them."""
     _unused_since_s: dict[str, float] = field(default_factory=dict)
@@ -153,6 +154,8 @@ class VaultManager:
             for event in events:
                 if isinstance(event, FaultFired):
                     self._events.emit(event)
+                elif isinstance(event, ProcessStalled):
+                    self.on_stalled(event)
                 elif self._members.registry.owns_process(event.worker, event.pid):
                     self._on_lost(event.worker, event.end)
                 else:

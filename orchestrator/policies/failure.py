@@ -330,8 +330,8 @@ def _same_loss_error(root: Fault) -> JobFailedError:
         return JobFailedError(
             f"the training function hung in step {root.step} {SAME_LOSSES} times in a row at "
             f"{root.place}: {root.detail}",
-            allowed="code that continues; usual causes are a lock, an endless loop, and a read of a "
-            "file or of the network without a timeout",
+            allowed="code that continues; usual causes are a lock, an endless loop, and a read of "
+            "a file or of the network without a timeout",
             fix="correct the code there, or set recovery.hang_timeout_s if it only takes longer",
             traceback=root.traceback,
         )

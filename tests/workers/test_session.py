@@ -183,7 +183,7 @@ def test_agreed_drain_ends_function_where_the_next_step_begins():
 
 
 def session_with_ledger(folder: Path, patience_s: float = 60.0) -> JobSession:
-    changes = {"ledger": True, "output_dir": str(folder), "patience_s": hang_timeout_s}
+    changes = {"ledger": True, "output_dir": str(folder), "patience_s": patience_s}
     return session(**changes)[0]
 
 

@@ -10,17 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.orchestrator.policies.hang import (
-    HangLimits,
-    RankProgress,
     abort_limit_s,
     find_early_return,
     find_hang,
     find_overstaying,
 )
+from rayzero.orchestrator.policies.hang_limits import HangLimits, RankProgress
 from rayzero.workers.messages import Heartbeat
 
 TIMEOUT_S = 30.0
-LIMITS = HangLimits(running_s=TIMEOUT_S, starting_s=300)
+LIMITS = HangLimits(patience_s=TIMEOUT_S, starting_s=300, fixed_s=TIMEOUT_S)
 
 
 def rank(
@@ -122,20 +121,20 @@ def test_reason_says_what_the_rank_does(
 def test_first_step_is_limited_by_those_measured() -> None:
     measured = replace(LIMITS, first_step_s=10)
     compiling = replace(rank(1, "forward", 0, 39, waiting=False), is_new=True)
-    assert measured.describe(compiling) == "40 s, 4 times the longest first step of a process"
+    assert measured.describe(compiling) == "40 s, 4 times the longest first step so far"
     assert find_hang([rank(0), compiling], measured) is None
     late = of(compiling, silent_s=41)
     assert find_hang([rank(0), late], LIMITS) is None
     assert find_hang([rank(0), late], measured) is not None
     assert measured.describe(rank(1, "load")) == "300 s, workers.start_timeout_s"
     assert measured.describe(rank(1)) == "30 s, recovery.hang_timeout_s"
-    assert replace(LIMITS, first_step_s=1).of(compiling) == LIMITS.running_s
+    assert replace(LIMITS, first_step_s=1).of(compiling) == LIMITS.fixed_s
     assert replace(LIMITS, first_step_s=100).of(compiling) == LIMITS.starting_s
 
 
 def test_grace_is_never_shorter_than_timeout() -> None:
     loading = rank(0, "load", waiting=False, silent_s=400)
-    assert find_hang([loading], HangLimits(500, 300)) is None
+    assert find_hang([loading], HangLimits(500, 300, 500)) is None
 
 
 def test_rank_may_stay_in_an_ending_generation_as_long_as_it_may_hang():
@@ -204,7 +203,7 @@ def test_abort_on_a_gpu_has_time_for_what_is_queued():
     abort_s = abort_limit_s([beat, replace(beat, collective=5799)], first_step=2)
     assert abort_s == pytest.approx(0.5 + 580 * 0.01)
     assert abort_limit_s([replace(beat, step=0, collective=3)], first_step=1) == 0.53
-    limits, busy = HangLimits(5.0, 300.0, abort_s=abort_s), rank(1, silent_s=0)
+    limits, busy = HangLimits(5.0, 300.0, 5.0, abort_s=abort_s), rank(1, silent_s=0)
     assert find_overstaying([busy], limits, ending_s=11) is None
     assert find_overstaying([busy], limits, ending_s=12) is not None
     assert "and 6.3 s for the abort" in limits.describe(busy)
