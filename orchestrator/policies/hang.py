@@ -134,7 +134,7 @@ def find_overstaying(
     """A rank that does not leave a generation which ends, if there is one.
 
     A rank leaves at its next check for a stop. It may be in a long call until then, so it has as
-    much time as a rank without progress in a running generation. A silence from before counts, but
+    much time as a rank without a learned limit. Its silence counts as in a running generation, but
     not that of a rank which waited for others: the abort has only now set it free.
 
     Args:
@@ -148,8 +148,8 @@ def find_overstaying(
         before_s = 0.0 if waited or ending_s <= limits.abort_s else rank.silent_s
         limit_s = limits.of(rank)
         if rank.heartbeat.phase in INPUT_PHASES:  # perhaps of a slow store, which all wait for
-            limit_s = max(limit_s, limits.usual[0])
-        if max(before_s, ending_s) > limit_s + limits.abort_s:
+            limit_s = limits.to_leave(rank)
+        if before_s > limit_s + limits.abort_s or ending_s > limits.to_leave(rank) + limits.abort_s:
             stays = f"has not left its generation for {ending_s:.1f} s"
             return Hang(rank.rank, f"{rank} {stays}, in {rank.activity}")
     return None

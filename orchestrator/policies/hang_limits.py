@@ -234,9 +234,13 @@ class HangLimits:
     def of(self, rank: RankProgress) -> float:
         return self._choose(rank)[0]
 
+    def to_leave(self, rank: RankProgress) -> float:
+        """How long a rank may take to leave a generation that ends."""
+        return max(self._choose(rank), self.usual)[0]
+
     def describe(self, rank: RankProgress) -> str:
-        """The limit of a rank that is to leave, and where it comes from."""
-        limit_s, origin = self._choose(rank)
+        """The same with the time for the abort, and where it comes from."""
+        limit_s, origin = max(self._choose(rank), self.usual)
         abort = f" and {self.abort_s:.3g} s for the abort" if self.abort_s else ""
         return f"{limit_s + self.abort_s:.3g} s, {origin}{abort}"
 

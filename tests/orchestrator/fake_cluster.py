@@ -150,6 +150,7 @@ class FakeCluster:
         self.messages: asyncio.Queue[tuple[int, WorkerOutput]] = asyncio.Queue()
         self.tasks: set[asyncio.Task[None]] = set()  # commands in progress
         self.beat_of: Callable[[int], Heartbeat] | None = None  # of a worker, at any time
+        self.reading: frozenset[int] = frozenset()  # workers whose loaders read
         self.next_poll_s = 0.0  # when the next empty poll replies are due
         nodes = workers if isinstance(workers, str) else "a" * workers
         self.initial_workers = [self.add_process(node) for node in nodes]
@@ -563,7 +564,8 @@ class FakeCluster:
         await self._receive_command("stack", worker)
         place = self.processes[worker].hangs_at
         beat = self.beat_of(worker) if self.beat_of is not None else None
-        return Stacks("the stack", place, summary=f"at {place}" if place else "", beat=beat)
+        summary, reads = f"at {place}" if place else "", worker in self.reading
+        return Stacks("the stack", place, summary=summary, reads=reads, beat=beat)
 
     async def draining_nodes(self) -> frozenset[str]:
         return self.draining

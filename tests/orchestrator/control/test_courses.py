@@ -104,7 +104,7 @@ FAILURES = {
     "survivors in a long call are waited for": """
         aaa min=1 max=3; train 3; stuck 1 2; beat 1; beat 2; kill 0; wait 25; state recovering
         says_times 3 "to leave"; says "since 6 s for rank 1 on node host-a (pid 101) to leave"
-        says recovery.hang_timeout_s; release 1 2; members 1 2; commanded kill 0
+        says recovery.patience_s; release 1 2; members 1 2; commanded kill 0
         finish steps_redone=0 faults=lost:1""",
     "survivors that stay are killed and replaced": """
         aaa min=1 max=3; train 3; stuck 1 2; beat 1; beat 2; kill 0; wait 59; state recovering
