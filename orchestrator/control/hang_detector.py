@@ -44,8 +44,9 @@ REPORT_AFTER_S = 5.0
 after twice the time."""
 STACK_TIMEOUT_S = 1.0
 """How long workers may take to dump their stacks."""
-INSPECT_TIMEOUT_S = 2.0
-"""How long a vault may take to inspect a process that does not respond."""
+INSPECT_TIMEOUT_S = 1.0
+"""How long a vault may take to say whether a process that does not respond is there, and then to
+inspect it."""
 
 
 @dataclass
@@ -134,14 +135,16 @@ class HangDetector:
     def _may_hang(self, members: Sequence[int]) -> bool:
         """Whether the members should be asked: nearly always cheap, and not so."""
         limits, states = self._limits, self._inbox.states
-        least_s = LEAST_LIMIT_S if limits.fixed_s is None else limits.fixed_s
+        least_s = limits.fixed_s or LEAST_LIMIT_S - STACK_TIMEOUT_S
         if self._inbox.longest_silence_s(members) <= least_s and not any(
             states.get(worker) for worker in members
         ):
             return False
         ranks = self._progress(members, _Look(seen=set(members)))
         return find_stopped(ranks, limits) is not None or any(
-            rank.may_be_silent_s > limits.of(rank) for rank in ranks
+            # That one of them does not answer takes some time to find out.
+            rank.may_be_silent_s + (STACK_TIMEOUT_S if rank.overdue_s else 0.0) > limits.of(rank)
+            for rank in ranks
         )
 
     async def _check_ending(self, generation: GenerationState, ending_s: float) -> None:

@@ -260,7 +260,9 @@ class HangLimits:
             return max(usual, first, compiled)
         limit_s, origin = max(self._learned(rank, times))
         often_s = min(limit_s * self.factors.get(phase, 1.0), self.patience_s)
-        learned = max((limit_s, origin), (often_s, "doubled after alarms that were false"))
+        if often_s > limit_s:
+            limit_s, origin = often_s, "doubled after alarms that were false"
+        learned = limit_s, origin
         return learned if self._is_learned(rank) else max(usual, learned)
 
     def _is_learned(self, rank: RankProgress) -> bool:

@@ -1,7 +1,7 @@
 """The hang detector's alarms on simulated steps in virtual time: none that is false, and none late.
 
-The detector, its limits and the inbox are the product's; steps are drawn here, and what ranks answer
-at a time follows from them.
+The detector, its limits and the inbox are the product's; steps are drawn here, and what ranks
+answer follows from them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEFAULTS = RecoverySpec().model_dump()
 
 Steps = Callable[[random.Random, int], float]
 DISTRIBUTIONS: dict[str, Steps] = {
-    "uniform": lambda rng, _: BASE_S * rng.uniform(1, 5),
+    "uniform": lambda rng, _: 0.4 * BASE_S * rng.uniform(1, 5),
     "bimodal": lambda rng, _: BASE_S * (5 if rng.random() < 0.01 else 1),
     "drift": lambda rng, step: BASE_S * (1 + 4 * step / STEPS) * rng.uniform(0.9, 1.0),
 }
