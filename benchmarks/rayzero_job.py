@@ -186,6 +186,8 @@ class _FaultInjector:
                 detected_at_s, rank = at_s, event.rank
             elif isinstance(event, StepRecord):
                 last_step, record = last_step if detected_at_s else event.step, event
+                if fault == "read" and not detected_at_s:  # it trains on what was read ahead
+                    fault_at_s = max(fault_at_s, event.at_s)
             elif isinstance(event, Repaired) and detected_at_s and record is not None:
                 return FaultCost(
                     rank,

@@ -145,6 +145,9 @@ class VaultManager:
                 self._members.vault_addresses = _without(self._members.vault_addresses, node)
                 cause = str(lost) or "its process ended"
                 self._events.warn(f"the vault on node {self._node_name(node)} was lost: {cause}")
+                for worker in self._members.registry.ready:  # another vault knows of no stalls yet
+                    if worker.node_id == node:
+                        self.on_stalled(ProcessStalled(worker.index, worker.pid, ""))
                 # Its process may live: without its end, `open` would find it instead of a new one.
                 await self._group.close(node)
                 # Its slots are lost: a resize with the same members gives them the new address, and

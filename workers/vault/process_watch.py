@@ -54,7 +54,7 @@ def _wants_cpu(folder: Path) -> bool:
 class _Watched:
     sample: ProcessSample
     since_s: float  # when it began to be as it is
-    reported: str | None = None  # None: nothing yet
+    reported: str = ""
 
 
 class ProcessWatch:
@@ -67,8 +67,7 @@ class ProcessWatch:
         self._watched: dict[tuple[int, int], _Watched] = {}
 
     def look(self, processes: Iterable[tuple[int, int]]) -> list[ProcessStalled]:
-        """What has changed since the last look: those that stalled, and those that run again; of a
-        process that is new here, how it is.
+        """What has changed since the last look: those that stalled, and those that run again.
 
         Args:
             processes: the worker's index and the pid of each; all that are to be watched.

@@ -72,8 +72,8 @@ class ConnectionLost:
 @dataclass(frozen=True)
 class ProcessStalled:
     """A worker's process is stopped (`state` T or t), or sleeps (S) or waits for a device (D) and
-    uses no CPU, for some seconds. One that waits for other ranks does so, too. Empty: it runs, for
-    the first time or again."""
+    uses no CPU, for some seconds. One that waits for other ranks does so, too. Empty: it runs
+    again."""
 
     worker: int
     pid: int
