@@ -11,6 +11,7 @@ from typing import Any
 
 from rayzero.engine.accounting import StepWork, bytes_by_class
 from rayzero.engine.config import EngineConfig
+from rayzero.engine.data.consumed import OUTSIDE_PHASE
 from rayzero.engine.data.sampling import TrainingProgress
 from rayzero.engine.monitors import make_monitors
 from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
@@ -28,7 +29,7 @@ class PhaseTimer:
     """Attributes wall time to exactly one phase at a time. Used by the training thread.
 
     On CUDA these are the host's seconds: kernels run asynchronously. The session learns of every
-    phase that begins; `OTHER_PHASE` is outside.
+    phase that begins, of `OTHER_PHASE` as `OUTSIDE_PHASE`.
     """
 
     def __init__(self, session: HostSession | None) -> None:
@@ -46,7 +47,7 @@ class PhaseTimer:
     def leave(self) -> None:
         self._switch_to(OTHER_PHASE)
         if self._session is not None:
-            self._session.on_outside()
+            self._session.on_phase(OUTSIDE_PHASE)
 
     def end_step(self, data_wait_s: float, now_s: float) -> dict[str, float]:
         """Returns the seconds by phase since the last call, and resets them; `data_wait_s` of them,

@@ -141,11 +141,8 @@ class HostSession:
 
     def on_phase(self, name: str) -> None:
         """The training thread entered a phase: data, forward, backward, reduce, update, gather;
-        again and again `SAMPLES_PHASE` while it waits for samples that others make."""
-
-    def on_outside(self) -> None:
-        """The training thread runs the function's own code from here on: it has a batch, or the
-        forward of an evaluation or a backward has ended."""
+        again and again `SAMPLES_PHASE` while it waits for samples that others make;
+        `OUTSIDE_PHASE`, where the host does not raise."""
 
     def on_collective_wait(self, collective: int, entered: bool) -> None:
         """The training thread starts, or has ended, waiting for other ranks in a collective."""
@@ -189,9 +186,6 @@ class BesideSession(HostSession):
 
     def on_phase(self, name: str) -> None:
         self._host.on_phase(name)
-
-    def on_outside(self) -> None:
-        self._host.on_outside()
 
     def on_collective_wait(self, collective: int, entered: bool) -> None:
         self._host.on_collective_wait(collective, entered)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rayzero.engine.builder import make_loader
+from rayzero.engine.data.consumed import OUTSIDE_PHASE
 from rayzero.engine.data.consumption import LogSource
 from rayzero.engine.data.loader import StepLoader
 from rayzero.engine.data.sample_source import MapDataset
@@ -155,4 +156,4 @@ class Context:
             self._session.begin()
             self._session.post(self._session.reporter.build(int(metrics["step"])))
             self._session.check()
-            self._session.on_outside()
+            self._session.on_phase(OUTSIDE_PHASE)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rayzero.engine.data.consumed import OUTSIDE_PHASE
 from rayzero.engine.errors import CollectiveError
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.session import OTHER_LOADER, BesideSession, HostSession, StepRequests
@@ -18,7 +19,6 @@ from rayzero.workers.generation_session import GenerationSession
 from rayzero.workers.membership import Membership, SessionHost
 from rayzero.workers.messages import StepDivided, WorkerSpec
 from rayzero.workers.retained_state import RetainedState
-from rayzero.workers.stacks import OUTSIDE_PHASE
 from rayzero.workers.step_report import MetricsMerger, worker_metrics
 
 if TYPE_CHECKING:
@@ -166,6 +166,9 @@ class JobSession(GenerationSession):
     def on_phase(self, name: str, engine: Engine | None = None) -> None:
         """After a drain, leaves the generation where the next step begins: what the function does
         after its last step (notes, a schedule, an evaluation, a file) is done, on all ranks."""
+        if name == OUTSIDE_PHASE:
+            self._channel.progress.enter_phase(name)
+            return
         self._enter_phase(name)
         if self._begins_step(name, engine or self.engine):
             if self._channel.drained:
@@ -187,9 +190,6 @@ class JobSession(GenerationSession):
         if phase not in _FIRST_PHASES or engine is None:
             return True
         return engine.module.training and torch.is_grad_enabled()
-
-    def on_outside(self) -> None:
-        self._channel.progress.enter_phase(OUTSIDE_PHASE)
 
     def on_collective_wait(self, collective: int, entered: bool) -> None:
         self._channel.progress.set_waiting(collective, entered)
@@ -233,7 +233,7 @@ class JobSession(GenerationSession):
             self._merger.add(engine, metrics)
         if not self.engines.step.count(engine, lost=False):
             self.engines.warn_of_idle(self.assignment.rank)
-            self.on_outside()
+            self.on_phase(OUTSIDE_PHASE)
             return
         step = int(metrics["step"])
         if several:
@@ -242,7 +242,7 @@ class JobSession(GenerationSession):
         self.engines.state.finish(step)
         with suppress(CollectiveError):
             self._end_step(step, metrics, agreed)
-        self.on_outside()
+        self.on_phase(OUTSIDE_PHASE)
 
     def _end_step(self, step: int, metrics: dict[str, float], agreed: StepRequests) -> None:
         self._enter_phase("mirror")
@@ -332,9 +332,6 @@ class EngineSession(HostSession):
 
     def on_phase(self, name: str) -> None:
         self._job.on_phase(name, self._engine)
-
-    def on_outside(self) -> None:
-        self._job.on_outside()
 
     def on_collective_wait(self, collective: int, entered: bool) -> None:
         self._job.on_collective_wait(collective, entered)

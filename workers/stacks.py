@@ -17,9 +17,6 @@ from types import FrameType
 from rayzero.workers.messages import Heartbeat
 
 TRAINING_THREAD = "rayzero-train"
-OUTSIDE_PHASE = "outside"
-"""The phase of a training thread that runs the function's own code: between two steps, and after a
-batch, an evaluation's forward, or a backward."""
 _PACKAGE = str(Path(__file__).parents[1])  # as in the names of code's files
 _LIBRARIES = (_PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
 """Where the code is that the user did not write."""

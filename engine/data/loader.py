@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import default_collate
 
 from rayzero.engine.config.sections import LoaderConfig
-from rayzero.engine.data.consumed import SAMPLES_PHASE
+from rayzero.engine.data.consumed import OUTSIDE_PHASE, SAMPLES_PHASE
 from rayzero.engine.data.micro_batches import MicroBatches, YieldedBatch
 from rayzero.engine.data.prefetch import Prefetch, batch_to_device
 from rayzero.engine.data.reading import BatchReader
@@ -189,7 +189,7 @@ class StepLoader:
                 self._micro_batches.add(iteration, yielded, batch)
                 del item, yielded, loaded  # the batch in host memory
                 if self._session is not None and self._is_training_thread:
-                    self._session.on_outside()
+                    self._session.on_phase(OUTSIDE_PHASE)
                 yield batch
                 del batch
                 self._enter_phase(end)

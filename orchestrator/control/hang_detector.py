@@ -51,7 +51,7 @@ inspect it."""
 
 @dataclass
 class _Look:
-    """What the members answered when they were asked, by worker: their stacks; of one that does not
+    """The members' answers when they were asked, by worker: their stacks; of one that does not
     answer, what its node sees, if that does."""
 
     stacks: dict[int, Stacks] = field(default_factory=dict)
@@ -209,7 +209,7 @@ class HangDetector:
 
     @staticmethod
     def _summary(generation: GenerationState, look: _Look) -> str:
-        """Where the ranks are, grouped by what differs."""
+        """Groups the ranks by where they are."""
         ranks = generation.assignments
         found = look.stacks.items()
         return group_summaries({ranks[it].rank: got.summary for it, got in found if got.summary})

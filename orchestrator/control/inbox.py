@@ -80,7 +80,7 @@ class WorkerInbox:
     _heartbeats: dict[int, Heartbeat] = field(default_factory=dict)
     history: StepHistory = field(default_factory=StepHistory)
     states: dict[int, str] = field(default_factory=dict)
-    """By worker, the `state` of the newest `ProcessStalled`."""
+    """The `state` of the newest `ProcessStalled` of each worker."""
     _undelivered: dict[int, list[WorkerMessage]] = field(default_factory=dict)
     _delivery_queue: deque[int] = field(default_factory=deque)
     """Workers with undelivered messages, in order; those of some may be delivered already."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from rayzero.engine.data.consumed import OUTSIDE_PHASE
 from rayzero.orchestrator.policies.hang_limits import INPUT_PHASES, HangLimits, RankProgress
 from rayzero.workers.messages import Heartbeat
-from rayzero.workers.stacks import OUTSIDE_PHASE
 
 EARLY_RETURN_GRACE_S = 3.0
 """How long a rank waits for one that has returned before that counts as an early return: reports
@@ -106,7 +106,7 @@ def _is_idle(rank: RankProgress) -> bool:
 
 
 def _waits(rank: RankProgress) -> bool:
-    """For other ranks. What does not respond may have gone on since its last heartbeat."""
+    """Whether it waits for other ranks. A process that does not respond may have gone on since."""
     return rank.heartbeat.waiting and not (rank.overdue_s > _UNRESPONSIVE_S and rank.is_seen)
 
 

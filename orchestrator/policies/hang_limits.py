@@ -7,15 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from rayzero.engine.data.consumed import SAMPLES_PHASE
+from rayzero.engine.data.consumed import OUTSIDE_PHASE, SAMPLES_PHASE
 from rayzero.workers.messages import Heartbeat, StepReport
-from rayzero.workers.stacks import OUTSIDE_PHASE
 
 LEAST_LIMIT_S = 7.0
-"""Of the learned limits: a hang is to be repaired within 10 s where steps are short."""
+"""The least of the learned limits: a hang is to be repaired within 10 s where steps are short."""
 STEP_FACTOR = 5
 SILENCE_FACTOR, OUTSIDE_FACTOR = 2, 10
-"""Of the longest silence in a phase; in the function's own time between two steps, which varies."""
+"""How many times as long as the longest silence in a phase; outside steps, which varies."""
 FIRST_STEP_FACTOR = 4
 """How many times as long as the longest so far the first step of a process or of a generation may
 be silent: its node's caches may be cold, or the node slower."""
@@ -25,7 +24,7 @@ RECENT_STEPS = 200
 _BLOCK_STEPS, _BLOCKS = 100, 10
 _STARTUP_PHASES = frozenset({"start", "join", "load"})
 INPUT_PHASES = frozenset({"data", SAMPLES_PHASE, OUTSIDE_PHASE})
-"""In which a store, or the script, may be slow, not the rank."""
+"""Phases in which a store, or the script, may be slow, not the rank."""
 _GAUGES = {
     **{it: f"phases/{it}" for it in ("data", "forward", "backward", "reduce", "update", "publish")},
     SAMPLES_PHASE: "phases/data",
@@ -35,7 +34,7 @@ _GAUGES = {
 
 
 class StepTimes:
-    """What a rank itself took for its last steps: without its waits for other ranks.
+    """The seconds that a rank itself took for its last steps: without its waits for other ranks.
 
     The first steps of processes and generations are not among them. Longest silences are those of
     the last 900 to 1,000 steps. A step takes 2 us: controllers add thousands a second.
@@ -87,15 +86,15 @@ class StepHistory:
     """The steps of a job's ranks, as far as limits follow from them."""
 
     times: defaultdict[int, StepTimes] = field(default_factory=lambda: defaultdict(StepTimes))
-    """By rank, over all generations."""
+    """The steps of each rank, over all generations."""
     reported: set[int] = field(default_factory=set)
     """Workers that have finished a step, in any generation."""
     in_generation: set[int] = field(default_factory=set)
     """Those that have in this one."""
     longest_first_step_s: float = 0.0
-    """Of a new process or a generation, from the loaded state to the report."""
+    """The first step of a new process or a generation, from the loaded state to the report."""
     factors: dict[str, float] = field(default_factory=dict)
-    """By phase, how many times as long as learned a rank may be silent: twice after each alarm that
+    """How many times as long as learned a rank may be silent, by phase: twice after each alarm that
     was false."""
     _first: StepTimes = field(default_factory=StepTimes)
     """The first steps of processes and generations."""
@@ -188,7 +187,7 @@ class RankProgress:
 
     @property
     def may_be_silent_s(self) -> float:
-        """At most so long, as far as is known before its next heartbeat."""
+        """The longest that it may be silent, as far as is known before its next heartbeat."""
         return self.heartbeat.silent_s + self.age_s
 
     @property
@@ -226,7 +225,7 @@ class HangLimits:
 
     @property
     def usual(self) -> Limit:
-        """Where nothing is learned."""
+        """The limit where nothing is learned."""
         if self.fixed_s is not None:
             return self.fixed_s, "recovery.hang_timeout_s"
         return self.patience_s, "recovery.patience_s"

@@ -15,7 +15,7 @@ from time import monotonic
 from rayzero.workers.vault.records import ProcessStalled
 
 LOOK_INTERVAL_S = 1.0
-"""Between two looks."""
+"""How often `look` is meant to be called."""
 STALLED_S = 4.0
 """A process that is stopped, or uses no CPU, for so long has stalled; with `LOOK_INTERVAL_S` that
 is known within 5 s."""
@@ -67,7 +67,7 @@ class ProcessWatch:
         self._watched: dict[tuple[int, int], _Watched] = {}
 
     def look(self, processes: Iterable[tuple[int, int]]) -> list[ProcessStalled]:
-        """What has changed since the last look: those that stalled, and those that run again.
+        """The changes since the last look: processes that stalled, and those that run again.
 
         Args:
             processes: the worker's index and the pid of each; all that are to be watched.

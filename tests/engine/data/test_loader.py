@@ -204,14 +204,9 @@ class RecordingSession:
 
     def __init__(self) -> None:
         self.samples: list[list[int]] = []
-        self.phases: list[str] = []
 
     def on_phase(self, name: str) -> None:
-        assert name == "data"
-        self.phases.append(name)
-
-    def on_outside(self) -> None:
-        self.phases.append("outside")
+        assert name in ("data", "outside")
 
     def on_samples_consumed(self, samples: Sequence[int]) -> None:
         self.samples.append(list(samples))
