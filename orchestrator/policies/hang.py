@@ -111,11 +111,11 @@ def _waits(rank: RankProgress) -> bool:
 
 
 def _is_input_slow(ranks: Sequence[RankProgress], behind: RankProgress) -> bool:
-    """Whether half of the ranks or more lack input, the one behind among them; of two ranks both,
-    where one of them waits for data that the other one has."""
-    count = sum(_lacks_input(rank, behind) for rank in ranks)
-    is_data = behind.heartbeat.phase != OUTSIDE_PHASE
-    needed = 2 if is_data and len(ranks) > 1 else 1
+    """Whether half of the ranks or more lack input, the one behind among them, or are as late in
+    its phase, as where all compile again; of two ranks both, unless the one is in the script."""
+    count, phase = sum(_lacks_input(rank, behind) for rank in ranks), behind.heartbeat.phase
+    is_alone = len(ranks) == 1 and phase in INPUT_PHASES
+    needed = 1 if is_alone or phase == OUTSIDE_PHASE else 2
     return _lacks_input(behind, behind) and count >= needed and 2 * count >= len(ranks)
 
 
@@ -124,7 +124,8 @@ def _lacks_input(rank: RankProgress, behind: RankProgress) -> bool:
     reads, which would have read ahead."""
     if rank.overdue_s:
         return _is_idle(rank)
-    is_there = rank.heartbeat.phase in INPUT_PHASES and not rank.heartbeat.waiting
+    places = {*INPUT_PHASES, behind.heartbeat.phase}
+    is_there = rank.heartbeat.phase in places and not rank.heartbeat.waiting
     return rank.reads or (is_there and 2 * rank.silent_s > behind.silent_s)
 
 
@@ -199,10 +200,10 @@ def _describe_late_rank(rank: RankProgress, ranks: Sequence[RankProgress]) -> st
 
 def _describe_slow_input(rank: RankProgress, limits: HangLimits) -> str:
     return (
-        "half of the ranks or more wait for input, or are in the training function's own code: "
+        "half of the ranks or more wait for input, or are in the training function's code: "
         f"{rank} has been silent for {rank.silent_s:.1f} s in {rank.activity}; so no single rank "
         f"hangs, and it is waited for up to {limits.patience_s:g} s (recovery.patience_s): check "
-        "the store of the data"
+        "the store of the data, and what the function does there"
     )
 
 
