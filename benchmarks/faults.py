@@ -26,10 +26,10 @@ class FaultCost:
     Args:
         rank: the faulty rank; None if the system does not report it.
         step: the last step finished before the fault.
-        wall_s: from the fault (for a stop: from its detection) to the end of the next new step.
+        wall_s: from the fault (for a hang: from its detection) to the end of the next new step.
         step_s: duration of that step, or the median if the system does not report it.
         median_step_s: median step time without faults.
-        detection_s: from a stop to its detection; 0 for a kill, whose detection is in `wall_s`.
+        detection_s: from a hang to its detection; 0 for a kill, whose detection is in `wall_s`.
         parts: duration of each recovery phase in seconds, if the system reports them.
         steps_redone: finished steps that were repeated.
         restarted: other processes of the job that were restarted.
@@ -46,16 +46,32 @@ class FaultCost:
     parts: dict[str, float] = field(default_factory=dict)
 
     @property
+    def hung_s(self) -> float:
+        """From a hang to the end of the next step, minus that step."""
+        return self.detection_s + self.total_s
+
+    @property
     def total_s(self) -> float:
         """Cost of the fault: time to the end of the next step, minus that step."""
         return self.wall_s - self.step_s
 
 
-def inject_fault(pid: int, fault: str, step_s: float, rng: random.Random) -> float:
-    """Signal a process at a uniformly random point in a step. Returns the Unix time."""
+def inject_fault(
+    pid: int, fault: str, step_s: float, rng: random.Random, told: Path | None = None
+) -> float:
+    """Signal a process at a uniformly random point in a step. Returns the Unix time.
+
+    Args:
+        told: the file to write instead, for a process that hangs then.
+    """
     time.sleep(rng.uniform(0.0, step_s))
     now_s = time.time()
-    os.kill(pid, SIGNALS[fault])
+    if told is None:
+        os.kill(pid, SIGNALS[fault])
+    else:
+        part = told.with_suffix(".part")
+        part.write_text(fault)
+        part.rename(told)
     return now_s
 
 

@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.faults import MODEL, FaultCost, inject_fault, process_start_time
+from benchmarks.hanging_gpt import HANGS, told_file
 from rayzero.engine.config import read_config
 from rayzero.orchestrator.job.api import Job
 from rayzero.orchestrator.job.handle import JobHandle
@@ -43,9 +44,9 @@ class Plan:
     """Configuration of a measurement.
 
     Args:
-        fault: `kill` or `stop`.
+        fault: `kill`, `stop`, or one of `HANGS`.
         kills: number of faults.
-        hang_timeout_s: a rank without progress for this long counts as hung.
+        hang_timeout_s: `recovery.hang_timeout_s` of the job.
         folder: for the job's output.
         gpus: of each worker.
         model: changes of the model's arguments.
@@ -59,13 +60,18 @@ class Plan:
     kills: int
     stage: int
     seed: int
-    hang_timeout_s: float
+    hang_timeout_s: float | None
     folder: Path
     gpus: int = 0
     model: dict[str, int] = field(default_factory=dict)
     compiled: bool = False
     batch: int | None = None
     mirror_every: int | None = None
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the job hangs by itself when it is told to."""
+        return self.fault in HANGS
 
 
 class EventQueue:
@@ -92,11 +98,11 @@ def make_job(plan: Plan) -> Job:
         config["train_batch_size"] = config["train_micro_batch_size_per_gpu"] = plan.batch
     return Job(
         name="recovery",
-        entrypoint="examples.gpt.train:train",
+        entrypoint=f"{'benchmarks.hanging_gpt' if plan.hangs else 'examples.gpt.train'}:train",
         engine=config,
         # 0.5 CPUs: three single-threaded workers fit on two cores
         workers=Workers(min=max(1, plan.workers - 1), max=plan.workers, cpus=0.5, gpus=plan.gpus),
-        args=MODEL | plan.model,
+        args=MODEL | plan.model | ({"told": str(plan.folder)} if plan.hangs else {}),
         steps=ENDLESS_STEPS,
         checkpoint={"path": str(plan.folder)},
         recovery={
@@ -167,17 +173,21 @@ class _FaultInjector:
         others = [worker for worker in self._workers if worker != victim]
         median_step_s = median(self._step_times)
         self._victims[victim.pid] = start_times[victim]
-        fault_at_s = start_s = inject_fault(victim.pid, self._plan.fault, median_step_s, self._rng)
+        told = told_file(self._plan.folder, victim.pid) if self._plan.hangs else None
+        fault = self._plan.fault
+        fault_at_s = start_s = inject_fault(victim.pid, fault, median_step_s, self._rng, told)
         detected_at_s, rank, last_step = 0.0, None, self._step
         record: StepRecord | None = None
         for at_s, event in self._events("a repair"):
             if isinstance(event, JobWarning) and f"pid {victim.pid}" in event.text:
-                if self._plan.fault == "stop" and not detected_at_s:
+                if fault != "kill" and not detected_at_s:
                     start_s = at_s
             elif isinstance(event, FaultDetected) and event.worker == victim:
                 detected_at_s, rank = at_s, event.rank
             elif isinstance(event, StepRecord):
                 last_step, record = last_step if detected_at_s else event.step, event
+                if fault == "read" and not detected_at_s:  # it trains on what was read ahead
+                    fault_at_s = max(fault_at_s, event.at_s)
             elif isinstance(event, Repaired) and detected_at_s and record is not None:
                 return FaultCost(
                     rank,

@@ -137,7 +137,10 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; its inputs are cast to the precision of the weights."""
-        return self._step.forward(self.module, args, kwargs)
+        output = self._step.forward(self.module, args, kwargs)
+        if not torch.is_grad_enabled():  # an evaluation's: no backward ends the phase
+            self._step.meter.phases.leave()
+        return output
 
     forward = __call__
 

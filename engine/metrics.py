@@ -11,6 +11,7 @@ from typing import Any
 
 from rayzero.engine.accounting import StepWork, bytes_by_class
 from rayzero.engine.config import EngineConfig
+from rayzero.engine.data.consumed import OUTSIDE_PHASE
 from rayzero.engine.data.sampling import TrainingProgress
 from rayzero.engine.monitors import make_monitors
 from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
@@ -27,12 +28,12 @@ OTHER_PHASE = "other"
 class PhaseTimer:
     """Attributes wall time to exactly one phase at a time. Used by the training thread.
 
-    On CUDA these are the host's seconds: kernels run asynchronously. `on_phase` is called with
-    every phase that begins, except `OTHER_PHASE`.
+    On CUDA these are the host's seconds: kernels run asynchronously. The session learns of every
+    phase that begins, of `OTHER_PHASE` as `OUTSIDE_PHASE`.
     """
 
-    def __init__(self, on_phase: Callable[[str], None] | None) -> None:
-        self._on_phase = on_phase
+    def __init__(self, session: HostSession | None) -> None:
+        self._session = session
         self._phase_s: defaultdict[str, float] = defaultdict(float)
         self._phase = OTHER_PHASE
         self._since_s = perf_counter()
@@ -40,11 +41,13 @@ class PhaseTimer:
     def enter(self, phase: str) -> None:
         """Starts a phase and ends the previous one. The host may raise here, to end the step."""
         self._switch_to(phase)
-        if self._on_phase is not None:
-            self._on_phase(phase)
+        if self._session is not None:
+            self._session.on_phase(phase)
 
     def leave(self) -> None:
         self._switch_to(OTHER_PHASE)
+        if self._session is not None:
+            self._session.on_phase(OUTSIDE_PHASE)
 
     def end_step(self, data_wait_s: float, now_s: float) -> dict[str, float]:
         """Returns the seconds by phase since the last call, and resets them; `data_wait_s` of them,
@@ -143,7 +146,7 @@ class StepMeter:
         work: StepWork,
     ) -> None:
         self.step_work = work
-        self.phases = PhaseTimer(session.on_phase if session else None)
+        self.phases = PhaseTimer(session)
         self.last_step: dict[str, Any] = {}  # fields of StepMetrics; empty before the first step
         self._runtime = runtime
         self._optimizer = optimizer

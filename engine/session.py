@@ -144,7 +144,8 @@ class HostSession:
 
     def on_phase(self, name: str) -> None:
         """The training thread entered a phase: data, forward, backward, reduce, update, gather;
-        again and again `SAMPLES_PHASE` while it waits for samples that others make."""
+        again and again `SAMPLES_PHASE` while it waits for samples that others make;
+        `OUTSIDE_PHASE`, where the host does not raise."""
 
     def on_collective_wait(self, collective: int, entered: bool) -> None:
         """The training thread starts, or has ended, waiting for other ranks in a collective."""

@@ -77,8 +77,8 @@ class JobPlan:
     @property
     def disk_limit_s(self) -> float:
         """How long journal and summary wait for their disk: an outage of it is, as for the ledger,
-        shorter than half of a hang."""
-        return self.worker_spec.hang_timeout_s / 2 + DISK_MARGIN_S
+        shorter than half of `recovery.patience_s`."""
+        return self.worker_spec.patience_s / 2 + DISK_MARGIN_S
 
     @property
     def writes_checkpoints(self) -> bool:
@@ -188,7 +188,7 @@ def _plan_role(
         "cpus": cpus,
         "gpus": role.workers.gpus,
         "faults": (),
-        "hang_timeout_s": role.recovery.hang_timeout_s,
+        "patience_s": role.recovery.hang_timeout_s,
         "role": name,
         "stage": stage,
         "group": group,
@@ -211,7 +211,7 @@ def _worker_spec(
         engine_config=spec.engine if isinstance(spec.engine, dict) else None,
         cpus=spec.workers.reserved_cpus,
         gpus=spec.workers.gpus,
-        hang_timeout_s=spec.recovery.hang_timeout_s,
+        patience_s=spec.recovery.patience_s,
         working_dir=os.getcwd(),
         import_paths=import_paths,
         mirror=MirrorPolicy(

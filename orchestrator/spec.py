@@ -219,8 +219,15 @@ class RecoverySpec(SpecSection):
         ge=1,
         description="steps between in-memory copies; default: chosen from their measured cost",
     )
-    hang_timeout_s: _Seconds = Field(
-        default=120, description="seconds without progress after which a rank is considered hung"
+    patience_s: _Seconds = Field(
+        default=120,
+        description="seconds that a disk, a store, a process that does not answer, and a rank "
+        "without a learned limit are waited for",
+    )
+    hang_timeout_s: _Seconds | None = Field(
+        default=None,
+        description="seconds without progress after which a rank is considered hung, in all "
+        "phases; also patience_s, if that is not given; default: learned from the rank's steps",
     )
     max_faults: int = Field(
         default=20, ge=0, description="maximum number of hardware faults in the fault window"
@@ -232,6 +239,14 @@ class RecoverySpec(SpecSection):
         default="even",
         description="samples of a step: the same number for all ranks, or by measured speed",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _be_as_patient(cls, value: Any) -> Any:
+        """Until `patience_s` was added, `hang_timeout_s` was all of these limits."""
+        if not isinstance(value, dict) or value.get("hang_timeout_s") is None:
+            return value
+        return {"patience_s": value["hang_timeout_s"], **value}
 
 
 def _check_entrypoint(value: str) -> str:

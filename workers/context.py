@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rayzero.engine.builder import make_loader
+from rayzero.engine.data.consumed import OUTSIDE_PHASE
 from rayzero.engine.data.consumption import LogSource
 from rayzero.engine.data.loader import StepLoader
 from rayzero.engine.data.sample_source import MapDataset
@@ -129,7 +130,7 @@ class Context:
             self.seed,
             group,
             lambda: (self.generation, self._session.assignment.rollouts),
-            self._spec.hang_timeout_s,
+            self._spec.patience_s,
         )
         source = LogSource(log, engine.progress, engine.state.register)
         return make_loader(engine.internals, source, collate_fn, None)
@@ -155,3 +156,4 @@ class Context:
             self._session.begin()
             self._session.post(self._session.reporter.build(int(metrics["step"])))
             self._session.check()
+            self._session.on_phase(OUTSIDE_PHASE)

@@ -33,7 +33,7 @@ class LedgerWriter:
 
     def __init__(self, spec: WorkerSpec, assignment: Assignment, interrupt: StopFlag) -> None:
         """Opens the ledger. Raises DataError as `SampleLedger`."""
-        self._limit_s = spec.hang_timeout_s / 2
+        self._limit_s = spec.patience_s / 2
         self._interrupt = interrupt
         folder = Path(spec.output_dir, "ledger", spec.run)
         place = assignment.generation, assignment.rank, assignment.world_size

@@ -45,7 +45,7 @@ class WorkerSpec:
         entrypoint: `module:function`, or a callable pickled by value.
         steps: optimizer steps of the job; None: the training function decides.
         engine_config: the parsed engine config.
-        hang_timeout_s: a rank without progress for this long counts as hung.
+        patience_s: `recovery.patience_s`; of a role's worker, the role's `recovery.hang_timeout_s`.
         mirror: when to mirror the state into the vault, and when to make a checkpoint.
         ledger: record consumed sample ids under `output_dir`/ledger/`run`.
         run: id of this run of the job; ids of later runs sort after it.
@@ -62,7 +62,7 @@ class WorkerSpec:
     engine_config: dict[str, Any] | None
     cpus: float
     gpus: float
-    hang_timeout_s: float
+    patience_s: float
     working_dir: str
     import_paths: tuple[str, ...]
     mirror: MirrorPolicy
@@ -74,7 +74,7 @@ class WorkerSpec:
 @dataclass(frozen=True)
 class RoleWorkerSpec(WorkerSpec):
     """The settings of a role's worker: those of the job, with the role's function, resources and
-    `hang_timeout_s`.
+    `patience_s`.
 
     Args:
         stage: its place in the chain of the roles that make rollouts, from 0; None: it has none.

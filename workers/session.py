@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rayzero.engine.data.consumed import OUTSIDE_PHASE
 from rayzero.engine.errors import CollectiveError
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.session import OTHER_LOADER, BesideSession, HostSession, StepRequests
@@ -165,6 +166,9 @@ class JobSession(GenerationSession):
     def on_phase(self, name: str, engine: Engine | None = None) -> None:
         """After a drain, leaves the generation where the next step begins: what the function does
         after its last step (notes, a schedule, an evaluation, a file) is done, on all ranks."""
+        if name == OUTSIDE_PHASE:
+            self._channel.progress.enter_phase(name)
+            return
         self._enter_phase(name)
         if self._begins_step(name, engine or self.engine):
             if self._channel.drained:
@@ -223,7 +227,10 @@ class JobSession(GenerationSession):
             self._mirror.settle()  # what it copies may change
             return StepRequests(engine=number)
         if self._ledger is not None:
+            phase = self._channel.progress.phase
+            self._channel.progress.enter_phase("ledger")  # which waits for its disk
             self._ledger.write_step(step)
+            self._channel.progress.enter_phase(phase)
         requests = self._mirror.step_requests(step)
         divide = bool(self._channel.new_shares) and self.engines.can_divide_anew
         drain = self._channel.drain.is_set()
@@ -239,6 +246,7 @@ class JobSession(GenerationSession):
             self._merger.add(engine, metrics)
         if not self.engines.step.count(engine, lost=False):
             self.engines.warn_of_idle(self.assignment.rank)
+            self.on_phase(OUTSIDE_PHASE)
             return
         step = int(metrics["step"])
         if several:
@@ -247,6 +255,7 @@ class JobSession(GenerationSession):
         self.engines.state.finish(step)
         with suppress(CollectiveError):
             self._end_step(step, metrics, agreed)
+        self.on_phase(OUTSIDE_PHASE)
 
     def _end_step(self, step: int, metrics: dict[str, float], agreed: StepRequests) -> None:
         self._enter_phase("mirror")

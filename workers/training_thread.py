@@ -81,6 +81,10 @@ class ProgressRecord:
         """The current step, counted from 1; 0 before the training function is called."""
         return self._state[0].step
 
+    @property
+    def phase(self) -> str:
+        return self._state[0].phase
+
     def enter_phase(self, phase: str) -> None:
         self._state = replace(self._state[0], phase=phase, waiting=False), self._clock()
 

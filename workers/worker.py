@@ -71,7 +71,7 @@ class WorkerProcess(UserProcess, WorkerCalls):
         apply_nccl_settings(os.environ)
         self._device = torch.device("cpu")  # until the first generation
         # Half of the time after which a rank that is silent counts as hung, and is killed.
-        self._device_timeout_s = spec.hang_timeout_s / 2
+        self._device_timeout_s = spec.patience_s / 2
         self._retained = RetainedState(index, self._device_timeout_s)
         self._fault_schedule = FaultSchedule(FaultRecord(spec.output_dir), self._outbox.post)
         self._training_thread = TrainingThread(on_left=self._on_left)
@@ -202,7 +202,7 @@ class WorkerProcess(UserProcess, WorkerCalls):
             raise EngineError(f"the state in memory cannot be copied: {error}") from error
 
     def dump_stack(self) -> Stacks:
-        return read_stacks()
+        return replace(read_stacks(), beat=self._training_thread.heartbeat(self._channel))
 
     def _enter(
         self, assignment: Assignment, channel: GenerationChannel, *, continues: bool = False
@@ -320,7 +320,7 @@ class WorkerProcess(UserProcess, WorkerCalls):
     @property
     def _collective_timeout_s(self) -> float:
         """A fallback: hang detection by heartbeats normally aborts the collective before."""
-        return 2 * self._spec.hang_timeout_s + 10
+        return 2 * self._spec.patience_s + 10
 
     def _on_left(self, drained: bool) -> InProcessStateInfo | None:
         if not drained:  # after a drain the next generation aborts it, once all ranks have left

@@ -9,6 +9,9 @@ from rayzero.engine.errors import DataError
 
 SAMPLES_PHASE = "samples"
 """The phase of a rank that waits for samples that others make."""
+OUTSIDE_PHASE = "outside"
+"""The phase of a rank that runs the function's own code: between two steps, and after a batch, an
+evaluation's forward, or a backward."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import default_collate
 
 from rayzero.engine.config.sections import LoaderConfig
-from rayzero.engine.data.consumed import SAMPLES_PHASE
+from rayzero.engine.data.consumed import OUTSIDE_PHASE, SAMPLES_PHASE
 from rayzero.engine.data.micro_batches import MicroBatches
 from rayzero.engine.data.prefetch import Prefetch, batch_to_device
 from rayzero.engine.data.reading import BatchReader
@@ -189,6 +189,8 @@ class StepLoader:
                 batch = batch_to_device(loaded, self.device)
                 self._micro_batches.add(iteration, yielded, batch)
                 del item, yielded, loaded  # the batch in host memory
+                if self._session is not None and self._is_training_thread:
+                    self._session.on_phase(OUTSIDE_PHASE)
                 yield batch
                 del batch
                 self._enter_phase(end)
@@ -217,11 +219,16 @@ class StepLoader:
             finally:
                 self.progress.data_wait_s += feed.wait_s
 
+    @property
+    def _is_training_thread(self) -> bool:
+        """Not that of another one, in which the script reads ahead."""
+        return threading.get_ident() == self._training_thread
+
     def _enter_phase(self, end: int, phase: str = "data") -> None:
-        """The training thread is about to read, unless all steps until `end` are finished: not
-        another thread, in which the script reads ahead. A finished one may be undone here."""
+        """The training thread is about to read, unless all steps until `end` are finished. A
+        finished one may be undone here."""
         reforming = self._reforming
-        if threading.get_ident() != self._training_thread:
+        if not self._is_training_thread:
             return
         is_undone = reforming is not None and reforming.undoes_step
         if self.progress.sample_cursor >= end and not is_undone:

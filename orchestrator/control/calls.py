@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # they import Ray, without which the controller is tested
 
 LEAST_REPLY_LIMIT_S = 10.0
 """How long a worker or a vault may take to reply to a command in a job that must not hang for
-long; a quarter of `recovery.hang_timeout_s` if that is more."""
+long; a quarter of `recovery.patience_s` if that is more."""
 
 EXIT_POLL_S = 0.1
 """How often a vault is asked whether a killed process has exited."""
@@ -44,16 +44,16 @@ class Calls:
     """Calls methods of workers and vaults, and awaits their replies.
 
     Args:
-        hang_timeout_s: `recovery.hang_timeout_s`.
+        patience_s: `recovery.patience_s`.
     """
 
     def __init__(
-        self, loop: JobLoop, workers: WorkerGroup, vaults: VaultGroup, hang_timeout_s: float
+        self, loop: JobLoop, workers: WorkerGroup, vaults: VaultGroup, patience_s: float
     ) -> None:
         self._loop = loop
         self._workers = workers
         self._vaults = vaults
-        self._limit_s = max(LEAST_REPLY_LIMIT_S, hang_timeout_s / 4)
+        self._limit_s = max(LEAST_REPLY_LIMIT_S, patience_s / 4)
         """How long a process may take to reply to a command before it counts as lost."""
 
     async def worker(

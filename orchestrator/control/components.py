@@ -75,7 +75,7 @@ class Components:
         Args:
             last: the last run, if it has ended.
         """
-        recovery, hang_timeout_s = plan.spec.recovery, plan.worker_spec.hang_timeout_s
+        recovery, patience_s = plan.spec.recovery, plan.worker_spec.patience_s
         events, workers, groups = deps.events, deps.workers, deps.vaults
         loop = self.loop = JobLoop(deps.clock, self._on_task_error)
         least, spec = plan.resources.min_workers, plan.spec.workers
@@ -84,13 +84,13 @@ class Components:
         machine = self.machine = JobMachine(members, loop.changed.notify)
         progress = self.progress = JobProgress()
         timer = RecoveryTimer(loop.now_s)
-        calls = Calls(loop, workers, groups, hang_timeout_s)
+        calls = Calls(loop, workers, groups, patience_s)
         budget = FaultBudget(recovery.max_faults, recovery.fault_window_s)
         failures = self.failures = FailureHandler(
             budget, loop, machine, members, calls, workers, events, progress, timer
         )
         vaults = self.vaults = VaultManager(
-            loop, members, calls, groups, events, hang_timeout_s, self._on_process_died
+            loop, members, calls, groups, events, patience_s, self._on_process_died
         )
         versions = self._build_roles(plan, deps, calls)
         injector = self.injector = ClusterFaultInjector(
@@ -103,7 +103,7 @@ class Components:
         )
         replication = Replication(recovery.replicas, loop, members, calls, events, checkpoints)
         restore = RestoreSelector(
-            members, calls, events, progress, timer, hang_timeout_s, failures, vaults, checkpoints
+            members, calls, events, progress, timer, patience_s, failures, vaults, checkpoints
         )
         # About another checkpoint than its own the last run says nothing.
         past = last if plan.spec.checkpoint.resume == "auto" else None
@@ -123,7 +123,7 @@ class Components:
             calls,
             Balancer(enabled=recovery.balance == "auto"),
         )
-        self._build_inbox(deps, timer, steps, replication, versions, restore, hang_timeout_s)
+        self._build_inbox(deps, timer, steps, replication, versions, restore, patience_s)
         self._build_generations(plan, deps, calls, timer, steps, restore)
         self._build_scaling(plan, deps, calls)
 
@@ -142,7 +142,7 @@ class Components:
             self.failures,
             versions,
             events,
-            plan.worker_spec.hang_timeout_s,
+            plan.worker_spec.patience_s,
         )
         views = RoleViews(loop, members, rollouts, versions)
         roles = [(role, deps.role_groups[role.name]) for role in plan.roles]
@@ -157,7 +157,7 @@ class Components:
         replication: Replication,
         versions: WeightVersions,
         restore: RestoreSelector,
-        hang_timeout_s: float,
+        patience_s: float,
     ) -> None:
         """Makes what the ranks' messages pass through."""
         loop, members, failures = self.loop, self.members, self.failures
@@ -175,7 +175,8 @@ class Components:
             self.completion.begin,
         )
         dispatch, on_lost = dispatcher.dispatch, failures.on_worker_lost
-        self.inbox = WorkerInbox(loop, members, deps.workers, hang_timeout_s, dispatch, on_lost)
+        self.inbox = WorkerInbox(loop, members, deps.workers, patience_s, dispatch, on_lost)
+        self.vaults.on_stalled = self.inbox.on_stalled
 
     def _build_generations(
         self,

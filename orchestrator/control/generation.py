@@ -255,7 +255,7 @@ class GenerationNumbers:
                     "generation of workers begins only once its number is there",
                     allowed="a shorter outage",
                     fix="checkpoint.path, the disk or store it is on, or a longer "
-                    "recovery.hang_timeout_s, of which half is waited for",
+                    "recovery.patience_s, of which half is waited for",
                 )
 
     def next(self) -> int:

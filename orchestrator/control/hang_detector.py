@@ -5,9 +5,10 @@ The first two are killed, with a report of their stacks, and then recovered as l
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rayzero.orchestrator.aio import WORKER_POLL_S
 from rayzero.orchestrator.control.calls import Calls, WorkerUnavailableError
@@ -22,27 +23,39 @@ from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.hang import (
     Hang,
-    HangLimits,
-    RankProgress,
     abort_limit_s,
     find_early_return,
     find_hang,
     find_overstaying,
+    find_stopped,
 )
+from rayzero.orchestrator.policies.hang_limits import LEAST_LIMIT_S, HangLimits, RankProgress
 from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.messages import Heartbeat
-from rayzero.workers.stacks import Stacks
+from rayzero.workers.stacks import Stacks, group_summaries
 from rayzero.workers.vault.vault import Vault
 
-CHECK_INTERVAL_S = 1.0
+CHECK_INTERVAL_S = 0.5
 """How often the ranks are checked."""
+LOOK_AGAIN_S = 2.0
+"""How long ranks that are silent, but do not hang, are left in peace after they were asked."""
 REPORT_AFTER_S = 5.0
 """After how long the first report says what an ending generation waits for; each further one comes
 after twice the time."""
 STACK_TIMEOUT_S = 1.0
-"""How long a worker may take to dump its stacks."""
-INSPECT_TIMEOUT_S = 6.0
-"""How long a vault may take to inspect a process that does not respond."""
+"""How long workers may take to dump their stacks."""
+INSPECT_TIMEOUT_S = 1.0
+"""How long a vault may take to say whether a process that does not respond is there, and then to
+inspect it."""
+
+
+@dataclass
+class _Look:
+    """The members' answers when they were asked, by worker: their stacks; of one that does not
+    answer, what its node sees, if that does."""
+
+    stacks: dict[int, Stacks] = field(default_factory=dict)
+    seen: set[int] = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -61,20 +74,26 @@ class HangDetector:
     """The generation of which a hang without a culprit was reported."""
     _next_report_s: float = REPORT_AFTER_S
     """When, after the generation began to end, the ranks that stay are reported again."""
+    _next_look_s: float = 0.0
+    """When ranks may be asked again."""
 
     @property
     def _limits(self) -> HangLimits:
         spec, generation = self._plan.spec, self._members.generation
+        history = self._inbox.history
         abort_s = 0.0
         if spec.workers.gpus:
             beats = (self._inbox.last_heartbeat(worker)[0] for worker in generation.assignments)
             first_step = 1 + (generation.restore.step if generation.restore else 0)
             abort_s = abort_limit_s(filter(None, beats), first_step)
         return HangLimits(
-            spec.recovery.hang_timeout_s,
+            spec.recovery.patience_s,
             spec.workers.start_timeout_s,
-            self._inbox.longest_first_step_s,
+            spec.recovery.hang_timeout_s,
+            history.longest_first_step_s,
             abort_s,
+            history.times,
+            history.factors,
         )
 
     async def run(self) -> None:
@@ -95,23 +114,46 @@ class HangDetector:
         members = sorted(generation.active)
         if generation.finished:
             self._check_early_return(generation)
-        if self._inbox.longest_silence_s(members) <= self._limits.running_s:
+        if not self._may_hang(members) or self._loop.now_s() < self._next_look_s:
             return
-        hang = find_hang(self._progress(members), self._limits)
+        look = await self._look(members)
+        if generation is not self._members.generation or generation.ending_since_s is not None:
+            return
+        limits = self._limits
+        ranks = self._progress(sorted(generation.active), look)
+        hang = find_hang(ranks, limits)
+        if any(rank.silent_s > limits.of(rank) for rank in ranks):
+            self._next_look_s = self._loop.now_s() + LOOK_AGAIN_S
         if hang is None:
             return
         if hang.rank is not None:
-            await self._kill_culprit(generation, hang.rank, hang)
+            self._kill_culprit(generation, hang.rank, hang, look)
         elif self._warned_generation != generation.number:
             self._warned_generation = generation.number
-            self._events.warn(hang.reason)
+            self._events.warn(f"{hang.reason}\n{self._summary(generation, look)}".rstrip())
+
+    def _may_hang(self, members: Sequence[int]) -> bool:
+        """Whether the members should be asked: nearly always cheap, and not so."""
+        limits, states = self._limits, self._inbox.states
+        least_s = limits.fixed_s or LEAST_LIMIT_S - STACK_TIMEOUT_S
+        if self._inbox.longest_silence_s(members) <= least_s and not any(
+            states.get(worker) for worker in members
+        ):
+            return False
+        ranks = self._progress(members, _Look(seen=set(members)))
+        return find_stopped(ranks, limits) is not None or any(
+            # That one of them does not answer takes some time to find out.
+            rank.may_be_silent_s + (STACK_TIMEOUT_S if rank.overdue_s else 0.0) > limits.of(rank)
+            for rank in ranks
+        )
 
     async def _check_ending(self, generation: GenerationState, ending_s: float) -> None:
         """Members leave at their next check for a stop, which may be after a long call."""
         staying = self._progress(sorted(generation.active))
         hang = find_overstaying(staying, self._limits, ending_s)
         if hang is not None and hang.rank is not None:
-            await self._kill_culprit(generation, hang.rank, hang)
+            look = await self._look([generation.workers[hang.rank].index])
+            self._kill_culprit(generation, hang.rank, hang, look)
         elif ending_s > self._next_report_s:
             self._next_report_s *= 2
             first = staying[0]
@@ -131,11 +173,12 @@ class HangDetector:
         if hang is not None and hang.rank is not None:
             self._failures.on_early_return(generation.workers[hang.rank].index, hang.reason)
 
-    def _progress(self, workers: Iterable[int]) -> list[RankProgress]:
-        return [self._rank_progress(worker) for worker in workers]
+    def _progress(self, workers: Iterable[int], look: _Look | None = None) -> list[RankProgress]:
+        return [self._rank_progress(worker, look or _Look()) for worker in workers]
 
-    def _rank_progress(self, worker: int) -> RankProgress:
+    def _rank_progress(self, worker: int, look: _Look) -> RankProgress:
         generation, info = self._members.generation, self._members.registry.info(worker)
+        history, stacks = self._inbox.history, look.stacks.get(worker)
         rank = generation.assignments[worker].rank
         beat, age_s = self._inbox.last_heartbeat(worker)
         return RankProgress(
@@ -144,26 +187,65 @@ class HangDetector:
             heartbeat=beat or Heartbeat(rank, generation.step, "join", 0.0),
             age_s=age_s,
             overdue_s=max(0.0, age_s - WORKER_POLL_S),
-            is_new=worker not in self._inbox.reported,
+            is_new=worker not in history.reported,
+            is_first=worker not in history.in_generation,
+            state=self._inbox.states.get(worker, ""),
+            is_seen=worker in look.seen,
+            reads=stacks is not None and stacks.reads,
         )
 
-    async def _kill_culprit(self, generation: GenerationState, rank: int, hang: Hang) -> None:
+    def _kill_culprit(
+        self, generation: GenerationState, rank: int, hang: Hang, look: _Look
+    ) -> None:
         worker = generation.workers[rank].index
-        stacks = await self._dump_stacks(worker)
         self._inbox.deliver(worker)
-        if generation is self._members.generation and worker in generation.active:
-            self._events.warn(f"{hang.reason}\n{stacks.text}".rstrip())
-            self._failures.kill_hung(worker, hang, stacks)
+        if generation is not self._members.generation or worker not in generation.active:
+            return
+        stacks = look.stacks.get(worker, Stacks("(its process could not be inspected)"))
+        text = f"{hang.reason}\n{self._summary(generation, look)}\n{stacks.text}"
+        self._events.warn(text.rstrip())
+        self._inbox.history.add_alarm(self._rank_progress(worker, look))
+        self._failures.kill_hung(worker, hang, stacks)
 
-    async def _dump_stacks(self, worker: int) -> Stacks:
-        """Its Python stacks; if it does not respond, what its node's vault sees of the process."""
-        info = self._members.registry.info(worker)
+    @staticmethod
+    def _summary(generation: GenerationState, look: _Look) -> str:
+        """Groups the ranks by where they are."""
+        ranks = generation.assignments
+        found = look.stacks.items()
+        return group_summaries({ranks[it].rank: got.summary for it, got in found if got.summary})
+
+    async def _look(self, workers: Sequence[int]) -> _Look:
+        """Asks these members, all at the same time, what they do; and the nodes of those that are
+        late whether their processes are there."""
+        look = _Look()
+        await asyncio.gather(*(self._look_at(worker, look) for worker in workers))
+        return look
+
+    async def _look_at(self, worker: int, look: _Look) -> None:
+        _, age_s = self._inbox.last_heartbeat(worker)
+        if age_s > WORKER_POLL_S:
+            await asyncio.gather(self._ask(worker, look), self._inspect(worker, look))
+        else:
+            await self._ask(worker, look)
+            if worker not in look.stacks:
+                await self._inspect(worker, look)
+
+    async def _ask(self, worker: int, look: _Look) -> None:
         with suppress(WorkerUnavailableError):
             dump = WorkerCalls.dump_stack
-            return await self._calls.worker(worker, dump, limit_s=STACK_TIMEOUT_S)
+            stacks = await self._calls.worker(worker, dump, limit_s=STACK_TIMEOUT_S)
+            look.stacks[worker] = stacks
+            if stacks.beat is not None:
+                self._inbox.on_progress(worker, stacks.beat)
+
+    async def _inspect(self, worker: int, look: _Look) -> None:
+        """Its stacks, as its node's vault sees them of a process that does not respond."""
+        info = self._members.registry.info(worker)
         with suppress(VaultLostError):
-            inspection = self._calls.vault(
-                info.node_id, Vault.inspect, info.pid, limit_s=INSPECT_TIMEOUT_S
-            )
-            return Stacks(await inspection)
-        return Stacks("(its process could not be inspected)")
+            limit_s = INSPECT_TIMEOUT_S
+            if await self._calls.vault(info.node_id, Vault.runs, info.pid, limit_s=limit_s):
+                look.seen.add(worker)
+            inspect = Vault.inspect
+            text = await self._calls.vault(info.node_id, inspect, info.pid, limit_s=limit_s)
+            summary = f"does not respond: {text.partition(chr(10))[0]}"
+            look.stacks.setdefault(worker, Stacks(text, summary=summary))

@@ -12,6 +12,7 @@ from rayzero.orchestrator.aio import WORKER_POLL_S
 from rayzero.orchestrator.control.calls import timeout_reason
 from rayzero.orchestrator.control.loop import JobLoop
 from rayzero.orchestrator.control.members import Members
+from rayzero.orchestrator.policies.hang_limits import StepHistory
 from rayzero.workers.messages import (
     Heartbeat,
     LogLine,
@@ -19,13 +20,14 @@ from rayzero.workers.messages import (
     WorkerMessage,
 )
 from rayzero.workers.output import dropped_lines_text
+from rayzero.workers.vault.records import ProcessStalled
 
 if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
     from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 
 SILENCE_GRACE_S = 10.0
-"""Extra silence allowed beyond `hang_timeout_s`, so that the hang detector, which has diagnostics,
-acts first. It watches members only; this limit holds for all workers."""
+"""Extra silence allowed beyond `recovery.patience_s`, so that the hang detector, which has
+diagnostics, acts first. It watches members only; this limit holds for all workers."""
 DISPATCH_SLICE_S = 0.001
 """How long messages are dispatched before other tasks get a turn: a loss may be waiting."""
 MAX_UNDELIVERED_CHARACTERS = 16 * 2**20
@@ -70,16 +72,15 @@ class WorkerInbox:
     _loop: JobLoop
     _members: Members
     _workers: WorkerGroup
-    _hang_timeout_s: float
+    _patience_s: float
     _dispatch: Callable[[int, WorkerMessage], None]
     _on_lost: Callable[[int, str], None]
     _lines: UndeliveredLines = field(default_factory=UndeliveredLines)
     _last_heard_s: dict[int, float] = field(default_factory=dict)
     _heartbeats: dict[int, Heartbeat] = field(default_factory=dict)
-    reported: set[int] = field(default_factory=set)
-    """Workers that have finished a step, in any generation."""
-    longest_first_step_s: float = 0.0
-    """Of a new process, from its loaded state to the report."""
+    history: StepHistory = field(default_factory=StepHistory)
+    states: dict[int, str] = field(default_factory=dict)
+    """The `state` of the newest `ProcessStalled` of each worker."""
     _undelivered: dict[int, list[WorkerMessage]] = field(default_factory=dict)
     _delivery_queue: deque[int] = field(default_factory=deque)
     """Workers with undelivered messages, in order; those of some may be delivered already."""
@@ -100,6 +101,7 @@ class WorkerInbox:
     def start_generation(self) -> None:
         """Forgets the heartbeats of the generation before."""
         self._heartbeats.clear()
+        self.history.start_generation()
         members, now_s = self._members.registry.members, self._loop.now_s()
         self._last_heard_s |= dict.fromkeys(members, now_s)
 
@@ -110,17 +112,26 @@ class WorkerInbox:
             if kind is Heartbeat:
                 self._heartbeats[worker] = cast(Heartbeat, message)
             elif kind is StepReport:
-                if worker not in self.reported:
-                    self._on_first_step(worker)
+                self._on_step(worker, cast(StepReport, message))
             elif kind is LogLine:
                 self._lines.deliver(cast(LogLine, message))
             self._dispatch(worker, message)
 
-    def _on_first_step(self, worker: int) -> None:
-        self.reported.add(worker)
-        now_s = self._loop.now_s()
-        step_s = now_s - self._members.generation.restored.get(worker, now_s)
-        self.longest_first_step_s = max(self.longest_first_step_s, step_s)
+    def _on_step(self, worker: int, report: StepReport) -> None:
+        generation, now_s = self._members.generation, self._loop.now_s()
+        if report.generation == generation.number:
+            trained_s = now_s - generation.restored.get(worker, now_s)
+            self.history.add(worker, report, trained_s)
+
+    def on_stalled(self, event: ProcessStalled) -> None:
+        """The vault of its node has seen that a process does not run, or that it runs again."""
+        if self._members.registry.owns_process(event.worker, event.pid):
+            self.states[event.worker] = event.state
+
+    def on_progress(self, worker: int, beat: Heartbeat) -> None:
+        """A member has been asked for its progress."""
+        if worker in self._last_heard_s:
+            self._heartbeats[worker], self._last_heard_s[worker] = beat, self._loop.now_s()
 
     def last_heartbeat(self, worker: int) -> tuple[Heartbeat | None, float]:
         """Its last heartbeat in this generation, and how long ago it was last heard from."""
@@ -136,13 +147,12 @@ class WorkerInbox:
         longest_s = 0.0
         for worker in workers:
             age_s, beat = now_s - heard_at_s.get(worker, now_s), beats.get(worker)
-            silent_s = (age_s if age_s > WORKER_POLL_S else 0.0) + (beat.silent_s if beat else 0.0)
-            longest_s = max(longest_s, silent_s)
+            longest_s = max(longest_s, age_s + (beat.silent_s if beat else 0.0))
         return longest_s
 
     def expire_silent(self) -> None:
         """Reports workers as lost whose processes have been silent for too long."""
-        limit_s = WORKER_POLL_S + self._hang_timeout_s + SILENCE_GRACE_S
+        limit_s = WORKER_POLL_S + self._patience_s + SILENCE_GRACE_S
         since_s = self._loop.now_s() - limit_s
         silent = [worker for worker, at_s in self._last_heard_s.items() if at_s <= since_s]
         for worker in silent:
@@ -172,6 +182,7 @@ class WorkerInbox:
     def _mark_lost(self, worker: int, cause: str) -> None:
         self.deliver(worker)
         self._last_heard_s.pop(worker, None)
+        self.states.pop(worker, None)
         self._on_lost(worker, cause)
 
     async def _deliver_all(self) -> None:

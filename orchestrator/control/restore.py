@@ -40,7 +40,7 @@ class RestoreSelector:
     _events: EventBus
     _progress: JobProgress
     _timer: RecoveryTimer
-    _hang_timeout_s: float
+    _patience_s: float
     _failures: FailureHandler
     _vaults: VaultManager
     _checkpoints: CheckpointWriter
@@ -100,7 +100,7 @@ class RestoreSelector:
         out not to be one state: a generation that was fenced before it had loaded its state still
         holds parts that were cut for an older one."""
         nodes = self._nodes(source)
-        addresses, limit_s = self._members.vault_addresses, self._hang_timeout_s
+        addresses, limit_s = self._members.vault_addresses, self._patience_s
         # A large state takes long to copy: as long as a rank may be without progress.
         salvages = [
             self._calls.worker(

@@ -237,7 +237,7 @@ class RolePool:
             case LogLine() | RoleReport():
                 self._events.emit(message)
             case Heartbeat() if message.phase == TASKS_PHASE:
-                if message.silent_s > self.plan.worker_spec.hang_timeout_s and not worker.hangs:
+                if message.silent_s > self.plan.worker_spec.patience_s and not worker.hangs:
                     worker.hangs = True
                     self._loop.spawn(self._end_hung(worker, message.silent_s))
             case Finished():
@@ -250,7 +250,7 @@ class RolePool:
                 self._on_fault(worker, cause, message.error, message.traceback)
 
     async def _end_hung(self, worker: RoleWorker, silent_s: float) -> None:
-        limit_s = self.plan.worker_spec.hang_timeout_s
+        limit_s = self.plan.worker_spec.patience_s
         stacks = Stacks("")
         with suppress(WorkerUnavailableError):
             stacks = await self._calls.worker(worker.info.index, RoleCalls.dump_stack)
@@ -379,7 +379,7 @@ class RolePool:
 
     async def _watch(self) -> None:
         """Reports silent processes, workers on draining nodes, and a lack of workers."""
-        limit_s = WORKER_POLL_S + self.plan.worker_spec.hang_timeout_s + SILENCE_GRACE_S
+        limit_s = WORKER_POLL_S + self.plan.worker_spec.patience_s + SILENCE_GRACE_S
         enough_at_s = self._loop.now_s()
         while True:
             await self._loop.sleep(CHECK_INTERVAL_S)

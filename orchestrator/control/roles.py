@@ -48,7 +48,7 @@ class RolePools:
         self._groups = [group for _, group in roles]
         vaults.on_other_process_ended = self._on_process_ended
         for plan, group in roles:
-            calls = Calls(loop, group, vault_group, plan.worker_spec.hang_timeout_s)
+            calls = Calls(loop, group, vault_group, plan.worker_spec.patience_s)
             self.by_name[plan.name] = RolePool(
                 plan,
                 loop,

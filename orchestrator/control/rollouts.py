@@ -34,7 +34,7 @@ class RolloutBuffer:
     Args:
         _plan: None: the job has no rollouts.
         _stages: the role of each stage.
-        _hang_timeout_s: `recovery.hang_timeout_s` of the job.
+        _patience_s: `recovery.patience_s` of the job.
     """
 
     _plan: RolloutPlan | None
@@ -46,7 +46,7 @@ class RolloutBuffer:
     _failures: FailureHandler
     _versions: WeightVersions
     _events: EventBus
-    _hang_timeout_s: float
+    _patience_s: float
     address: BufferAddress | None = None
     """Of the buffer; None: there is none at the moment."""
     _node: str = ""
@@ -127,7 +127,7 @@ class RolloutBuffer:
                 await self._vaults.ensure_open([node])
                 vault = self._members.vault_addresses[node]
                 address = await self._calls.vault(
-                    node, Vault.open_rollouts, plan, worker.ip, self._hang_timeout_s
+                    node, Vault.open_rollouts, plan, worker.ip, self._patience_s
                 )
             except (VaultLostError, VaultGoneError, JobFailedError) as error:
                 self._events.warn(f"no buffer of rollouts on node {worker.node}: {error}")

@@ -16,14 +16,14 @@ from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.policies.recovery import StoredSlot, newest_complete_in_vaults
 from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.vault.process_end import ProcessEnd
-from rayzero.workers.vault.records import VaultGoneError
+from rayzero.workers.vault.records import ProcessStalled, VaultGoneError
 from rayzero.workers.vault.vault import Vault
 
 if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
     from rayzero.orchestrator.cluster.vault_group import VaultGroup
 
 VAULT_POLL_S = 2.0
-"""How long a poll waits at the vault for an event. One that takes `recovery.hang_timeout_s` longer
+"""How long a poll waits at the vault for an event. One that takes `recovery.patience_s` longer
 shows a vault that does not serve."""
 CLOSE_UNUSED_AFTER_S = 60.0
 """How long a vault is kept on a node without workers: a replacement may come there."""
@@ -40,10 +40,11 @@ class VaultManager:
     _calls: Calls
     _group: VaultGroup
     _events: EventBus
-    _hang_timeout_s: float
+    _patience_s: float
     _on_lost: Callable[[int, ProcessEnd], None]
     on_other_process_ended: Callable[[int, int, ProcessEnd], None] = lambda *_: None
     """Called for a process that is no rank's, with its worker's index and its pid."""
+    on_stalled: Callable[[ProcessStalled], None] = lambda _: None
     _used_addresses: dict[str, str] = field(default_factory=dict)
     """By node, as the members of the newest generation know them."""
     _unused_since_s: dict[str, float] = field(default_factory=dict)
@@ -136,7 +137,7 @@ class VaultManager:
         while True:
             try:
                 events = await self._calls.vault(
-                    node, Vault.poll, VAULT_POLL_S, limit_s=VAULT_POLL_S + self._hang_timeout_s
+                    node, Vault.poll, VAULT_POLL_S, limit_s=VAULT_POLL_S + self._patience_s
                 )
             except (VaultLostError, VaultGoneError) as lost:
                 if node not in self._members.vault_addresses:
@@ -144,6 +145,9 @@ class VaultManager:
                 self._members.vault_addresses = _without(self._members.vault_addresses, node)
                 cause = str(lost) or "its process ended"
                 self._events.warn(f"the vault on node {self._node_name(node)} was lost: {cause}")
+                for worker in self._members.registry.ready:  # another vault knows of no stalls yet
+                    if worker.node_id == node:
+                        self.on_stalled(ProcessStalled(worker.index, worker.pid, ""))
                 # Its process may live: without its end, `open` would find it instead of a new one.
                 await self._group.close(node)
                 # Its slots are lost: a resize with the same members gives them the new address, and
@@ -153,6 +157,8 @@ class VaultManager:
             for event in events:
                 if isinstance(event, FaultFired):
                     self._events.emit(event)
+                elif isinstance(event, ProcessStalled):
+                    self.on_stalled(event)
                 elif self._members.registry.owns_process(event.worker, event.pid):
                     self._on_lost(event.worker, event.end)
                 else:

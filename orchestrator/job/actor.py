@@ -361,7 +361,7 @@ async def save_summary(
         raise JobFailedError(
             f"training has succeeded, but {result.summary_path} cannot be written for "
             f"{limit_s:g} s: {reason}",
-            fix="checkpoint.path, the disk it is on, or a longer recovery.hang_timeout_s, of which "
+            fix="checkpoint.path, the disk it is on, or a longer recovery.patience_s, of which "
             "half is waited for",
         ) from None
 

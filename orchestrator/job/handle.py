@@ -51,7 +51,7 @@ _ACKNOWLEDGE_TIMEOUT_S = 5.0
 def stop_limit_s(spec: JobSpec) -> float:
     """How long a clean stop may take: the functions and a last checkpoint, then the journal's end
     on a slow disk."""
-    return spec.checkpoint.grace_period_s + spec.recovery.hang_timeout_s + STOP_MARGIN_S
+    return spec.checkpoint.grace_period_s + spec.recovery.patience_s + STOP_MARGIN_S
 
 
 class JobHandle:

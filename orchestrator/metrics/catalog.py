@@ -225,9 +225,9 @@ CATALOG_GROUPS: Mapping[str, tuple[JobSeries | RankSeries, ...]] = {
             "gpu_utilization",
         ),
         gauge(
-            "rayzero_hang_timeout_seconds",
-            "Time without progress after which a rank counts as hung.",
-            "spec.recovery.hang_timeout_s",
+            "rayzero_patience_seconds",
+            "Time without progress after which a rank counts as hung, where no limit is learned.",
+            "spec.recovery.patience_s",
         ),
     ),
     "Memory": (

@@ -330,9 +330,9 @@ def _same_loss_error(root: Fault) -> JobFailedError:
         return JobFailedError(
             f"the training function hung in step {root.step} {SAME_LOSSES} times in a row at "
             f"{root.place}: {root.detail}",
-            allowed="code that continues within recovery.hang_timeout_s; usual causes are a lock, "
-            "an endless loop, and a read of a file or of the network without a timeout",
-            fix="correct the code there, or raise recovery.hang_timeout_s if it only takes longer",
+            allowed="code that continues; usual causes are a lock, an endless loop, and a read of "
+            "a file or of the network without a timeout",
+            fix="correct the code there, or set recovery.hang_timeout_s if it only takes longer",
             traceback=root.traceback,
         )
     what, survivor = f"process of rank {root.rank} ended", "a process that survives its steps"
@@ -354,7 +354,7 @@ def _hardware_error(root: Fault, counted: Sequence[Fault], budget: FaultBudget) 
     others = [f"\n    before that: {describe_fault(fault)}" for fault in reversed(counted[:-1])]
     fix = "the machines named here, or recovery.max_faults and recovery.fault_window_s"
     if root.cause is FaultCause.COLLECTIVE:
-        fix = f"the training function, recovery.hang_timeout_s, or {fix}"
+        fix = f"the training function, recovery.patience_s, or {fix}"
     return JobFailedError(
         describe_fault(root) + "".join(others),
         allowed=f"{budget.max_faults} hardware faults within {budget.window_s:g} s "

@@ -9,66 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from rayzero.engine.data.consumed import OUTSIDE_PHASE
+from rayzero.orchestrator.policies.hang_limits import INPUT_PHASES, HangLimits, RankProgress
 from rayzero.workers.messages import Heartbeat
-
-_STARTUP_PHASES = frozenset({"start", "join", "load"})
 
 EARLY_RETURN_GRACE_S = 3.0
 """How long a rank waits for one that has returned before that counts as an early return: reports
 of the two arrive in any order. No limit for a slow model: nobody will enter the collective."""
 
-FIRST_STEP_FACTOR = 4
-"""How many times as long as the longest so far the first step of a new process may be silent: its
-node's caches may be cold, or the node slower."""
 ABORT_S, ABORT_PER_COLLECTIVE_S = 0.5, 0.01
 """How long NCCL may take to abort a group, and for each collective that is queued on the device;
 those of one step at most, because every step ends with a vote that the host reads."""
 _UNRESPONSIVE_S = 1.0  # a busy machine does not explain a reply that is this late
-
-
-@dataclass(frozen=True)
-class RankProgress:
-    """The last known progress of a rank that has not finished its function.
-
-    Args:
-        heartbeat: its last one in this generation; `age_s` is its age.
-        overdue_s: how late the reply to the current poll is; 0 if it is not late.
-        is_new: whether its process has not finished a step yet, in any generation.
-    """
-
-    node: str
-    pid: int
-    heartbeat: Heartbeat
-    age_s: float = 0.0
-    overdue_s: float = 0.0
-    is_new: bool = False
-
-    @property
-    def rank(self) -> int:
-        return self.heartbeat.rank
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} on node {self.node} (pid {self.pid})"
-
-    @property
-    def activity(self) -> str:
-        beat = self.heartbeat
-        verb = "waiting in" if beat.waiting else "after"
-        return f"phase {beat.phase} of step {beat.step}, {verb} collective {beat.collective}"
-
-    @property
-    def is_starting(self) -> bool:
-        """Whether a long silence is expected."""
-        return self.is_new or self.heartbeat.phase in _STARTUP_PHASES
-
-    @property
-    def silent_s(self) -> float:
-        return self.heartbeat.silent_s + (self.age_s if self.overdue_s else 0.0)
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """Its step, and the collective it last entered."""
-        return self.heartbeat.step, self.heartbeat.collective
+_STOPPED = frozenset("Tt")
 
 
 @dataclass(frozen=True)
@@ -85,42 +38,6 @@ class Hang:
     place: str = ""
 
 
-@dataclass(frozen=True)
-class HangLimits:
-    """How long a rank may make no progress.
-
-    Args:
-        running_s: `recovery.hang_timeout_s`.
-        starting_s: in a new process, which imports, compiles and loads: `workers.start_timeout_s`.
-        first_step_s: the longest first step of a new process so far; 0: none was measured.
-        abort_s: how much more time an abort may take.
-    """
-
-    running_s: float
-    starting_s: float
-    first_step_s: float = 0.0
-    abort_s: float = 0.0
-
-    def of(self, rank: RankProgress) -> float:
-        return self._choose(rank)[0]
-
-    def describe(self, rank: RankProgress) -> str:
-        """The limit of a rank that is to leave, and where it comes from."""
-        limit_s, origin = self._choose(rank)
-        abort = f" and {self.abort_s:.3g} s for the abort" if self.abort_s else ""
-        return f"{limit_s + self.abort_s:.3g} s, {origin}{abort}"
-
-    def _choose(self, rank: RankProgress) -> tuple[float, str]:
-        running = self.running_s, "recovery.hang_timeout_s"
-        if not rank.is_starting:
-            return running
-        limits = [max(running, (self.starting_s, "workers.start_timeout_s"))]
-        if self.first_step_s and rank.heartbeat.phase not in _STARTUP_PHASES:
-            origin = f"{FIRST_STEP_FACTOR} times the longest first step of a process"
-            limits.append(max(running, (FIRST_STEP_FACTOR * self.first_step_s, origin)))
-        return min(limits)
-
-
 def abort_limit_s(heartbeats: Iterable[Heartbeat], first_step: int) -> float:
     """How long aborting a group of NCCL may take, from the collectives of a step so far.
 
@@ -134,48 +51,106 @@ def abort_limit_s(heartbeats: Iterable[Heartbeat], first_step: int) -> float:
 def find_hang(ranks: Sequence[RankProgress], limits: HangLimits) -> Hang | None:
     """The hang of a generation, if it has one. Meant to be called about once a second.
 
-    A process that does not respond is to blame first; then, of the ranks that wait in no
-    collective, or else of all, the one furthest behind. Its own silence counts, so a slow rank that
-    makes progress is never blamed, however long the others wait. When all wait in the same
-    collective, no rank failed but the network between them.
+    A process that is stopped, or that neither responds nor runs, is to blame first; then one that
+    does not respond for long; then, of the ranks that wait in no collective, or else of all, the
+    one furthest behind. Its own silence counts, so a slow rank that makes progress is never blamed,
+    however long the others wait. When all wait in the same collective, no rank failed but the
+    network between them; when half of them wait for input, its store or the script is slow.
 
     Args:
         ranks: all active ranks of the generation.
     """
+    if (stopped := find_stopped(ranks, limits)) is not None:
+        return stopped
     limits_s = {rank.rank: limits.of(rank) for rank in ranks}
     if not any(rank.silent_s > limits_s[rank.rank] for rank in ranks):
         return None
     latest = max(ranks, key=lambda rank: rank.overdue_s)
-    if latest.overdue_s > max(_UNRESPONSIVE_S, limits.running_s / 4):
+    if latest.overdue_s > max(_UNRESPONSIVE_S, limits.usual[0] / 4):
         starting = latest.is_starting and latest.silent_s <= limits_s[latest.rank]
         return None if starting else Hang(latest.rank, _describe_unresponsive(latest))
     # Not by position first: a rank may wait for a collective after it launched later ones.
-    behind = min(ranks, key=lambda rank: (rank.heartbeat.waiting, rank.position, -rank.silent_s))
+    behind = min(ranks, key=lambda rank: (_waits(rank), rank.position, -rank.silent_s))
     if behind.silent_s <= limits_s[behind.rank]:
         return None
-    if behind.heartbeat.waiting and all(rank.position == behind.position for rank in ranks):
+    if _waits(behind) and all(rank.position == behind.position for rank in ranks):
         # A rank whose reply is getting late may have been stopped there: wait until that is clear.
         return None if latest.overdue_s else Hang(None, _describe_network_hang(behind, len(ranks)))
+    is_learned = limits.fixed_s is None and behind.silent_s <= limits.patience_s
+    if is_learned and _is_input_slow(ranks, behind):
+        return Hang(None, _describe_slow_input(behind, limits))
+    if behind.overdue_s > _UNRESPONSIVE_S:
+        return Hang(behind.rank, _describe_unresponsive(behind))
     return Hang(behind.rank, _describe_late_rank(behind, ranks))
 
 
+def find_stopped(ranks: Sequence[RankProgress], limits: HangLimits) -> Hang | None:
+    """A rank whose process is stopped; or one that neither responds nor uses any CPU, unless half
+    of the ranks do so: then it is the storage of memory-mapped files. Not where the limit is
+    set: a debugger may have stopped it."""
+    if limits.fixed_s is not None:
+        return None
+    idle = [rank for rank in ranks if _is_idle(rank)]
+    stopped = [rank for rank in idle if rank.state in _STOPPED]
+    if not stopped and (len(idle) == 1 or 2 * len(idle) < len(ranks)):
+        stopped = [rank for rank in idle if not rank.is_starting]
+    if not stopped:
+        return None
+    rank = max(stopped, key=lambda rank: rank.overdue_s)
+    what = "is stopped" if rank.state in _STOPPED else "does not run"
+    return Hang(rank.rank, f"{_describe_unresponsive(rank)}; it {what} (state {rank.state})")
+
+
+def _is_idle(rank: RankProgress) -> bool:
+    return bool(rank.state) and rank.overdue_s > _UNRESPONSIVE_S
+
+
+def _waits(rank: RankProgress) -> bool:
+    """Whether it waits for other ranks. A process that does not respond may have gone on since."""
+    return rank.heartbeat.waiting and not (rank.overdue_s > _UNRESPONSIVE_S and rank.is_seen)
+
+
+def _is_input_slow(ranks: Sequence[RankProgress], behind: RankProgress) -> bool:
+    """Whether half of the ranks or more lack input, the one behind among them, or are as late in
+    its phase, as where all compile again; of two ranks both, unless the one is in the script."""
+    count, phase = sum(_lacks_input(rank, behind) for rank in ranks), behind.heartbeat.phase
+    is_alone = len(ranks) == 1 and phase in INPUT_PHASES
+    needed = 1 if is_alone or phase == OUTSIDE_PHASE else 2
+    return _lacks_input(behind, behind) and count >= needed and 2 * count >= len(ranks)
+
+
+def _lacks_input(rank: RankProgress, behind: RankProgress) -> bool:
+    """Whether it waits for a store, or is in the script, while the rank behind does; or its loader
+    reads, which would have read ahead."""
+    if rank.overdue_s:
+        return _is_idle(rank)
+    places = {*INPUT_PHASES, behind.heartbeat.phase}
+    is_there = rank.heartbeat.phase in places and not rank.heartbeat.waiting
+    return rank.reads or (is_there and 2 * rank.silent_s > behind.silent_s)
+
+
 def find_overstaying(
-    ranks: Iterable[RankProgress], limits: HangLimits, ending_s: float
+    ranks: Sequence[RankProgress], limits: HangLimits, ending_s: float
 ) -> Hang | None:
     """A rank that does not leave a generation which ends, if there is one.
 
     A rank leaves at its next check for a stop. It may be in a long call until then, so it has as
-    much time as a rank without progress in a running generation. A silence from before counts, but
+    much time as a rank without a learned limit. Its silence counts as in a running generation, but
     not that of a rank which waited for others: the abort has only now set it free.
 
     Args:
         ranks: all that have not left.
         ending_s: for how long the generation has been ending.
     """
+    if (stopped := find_stopped(ranks, limits)) is not None:
+        return stopped
     for rank in ranks:
         waited = rank.heartbeat.waiting and rank.overdue_s <= _UNRESPONSIVE_S
         before_s = 0.0 if waited or ending_s <= limits.abort_s else rank.silent_s
-        if max(before_s, ending_s) > limits.of(rank) + limits.abort_s:
+        limit_s = limits.of(rank)
+        if rank.heartbeat.phase in INPUT_PHASES:  # perhaps of a slow store, which all wait for
+            limit_s = limits.to_leave(rank)
+        if before_s > limit_s + limits.abort_s or ending_s > limits.to_leave(rank) + limits.abort_s:
             stays = f"has not left its generation for {ending_s:.1f} s"
             return Hang(rank.rank, f"{rank} {stays}, in {rank.activity}")
     return None
@@ -221,6 +196,15 @@ def _describe_late_rank(rank: RankProgress, ranks: Sequence[RankProgress]) -> st
     (step, collective), count = max(ahead), len(ahead)
     others = f"{count} ranks wait" if count > 1 else "another rank waits"
     return f"{text}; {others} for it, the furthest in collective {collective} of step {step}"
+
+
+def _describe_slow_input(rank: RankProgress, limits: HangLimits) -> str:
+    return (
+        "half of the ranks or more wait for input, or are in the training function's code: "
+        f"{rank} has been silent for {rank.silent_s:.1f} s in {rank.activity}; so no single rank "
+        f"hangs, and it is waited for up to {limits.patience_s:g} s (recovery.patience_s): check "
+        "the store of the data, and what the function does there"
+    )
 
 
 def _describe_network_hang(rank: RankProgress, count: int) -> str:

@@ -88,7 +88,7 @@ def test_session_receives_engine_phases_and_steps() -> None:
         engine.backward(engine(torch.ones(2, 3)).sum())
         engine.step()
     engine.state_dict()
-    micro_step = ["forward", "backward"]
+    micro_step = ["forward", "backward", "outside"]
     assert session.phases == [*micro_step, *micro_step, "reduce", "update", "publish", "gather"]
     (metrics,) = session.steps
     assert (metrics["step"], metrics["samples"]) == (1, 4)

@@ -1,6 +1,6 @@
 """Every constant time in the product, with the reason why no model, however slow, can break it.
 
-What depends on a model is derived from a setting (`recovery.hang_timeout_s`,
+What depends on a model is derived from a setting (`recovery.patience_s`,
 `workers.start_timeout_s`, `checkpoint.grace_period_s`), from sizes, or from measured times.
 """
 
@@ -56,7 +56,8 @@ REASONS = {
         orchestrator.control.replication: RETRY_BACKOFF_S
         orchestrator.control.inbox: DISPATCH_SLICE_S
         orchestrator.control.generation: FLUSH_SLICE_S
-        orchestrator.control.hang_detector: CHECK_INTERVAL_S REPORT_AFTER_S
+        orchestrator.control.hang_detector: CHECK_INTERVAL_S LOOK_AGAIN_S REPORT_AFTER_S
+        workers.vault.process_watch: LOOK_INTERVAL_S _MAX_GAP_S
         orchestrator.control.reconfigure: _LOOK_S SAMPLES_WAIT_S
         orchestrator.control.elastic: JOIN_BATCH_S DRAIN_POLL_INTERVAL_S
         orchestrator.control.replacements: REPLACE_DELAY_S
@@ -115,6 +116,10 @@ REASONS = {
         orchestrator.cluster.addresses: DEFAULT_PROBE_S
         orchestrator.cluster.command_client: _REPLY_TIMEOUT_S
         orchestrator.cluster.vault_group: _START_TIMEOUT_S
+    """,
+    "of a process that uses no CPU, or the least of a limit that is learned from steps": """
+        workers.vault.process_watch: STALLED_S
+        orchestrator.policies.hang_limits: LEAST_LIMIT_S
     """,
     "copies that the device's queue has already, after whatever they wait for was aborted": """
         workers.vault.client: _DEVICE_TIMEOUT_S

@@ -82,7 +82,7 @@ def make_spec(folder: Path, **changes: Any) -> WorkerSpec:
         "engine_config": None,
         "cpus": 1.0,
         "gpus": 0.0,
-        "hang_timeout_s": 30.0,
+        "patience_s": 30.0,
         "working_dir": str(folder),
         "import_paths": (),
         "mirror": MirrorPolicy(),

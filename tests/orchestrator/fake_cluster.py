@@ -151,6 +151,8 @@ class FakeCluster:
         self.versions: dict[int, int] = {}  # by generation, the newest step that all have mirrored
         self.messages: asyncio.Queue[tuple[int, WorkerOutput]] = asyncio.Queue()
         self.tasks: set[asyncio.Task[None]] = set()  # commands in progress
+        self.beat_of: Callable[[int], Heartbeat] | None = None  # of a worker, at any time
+        self.reading: frozenset[int] = frozenset()  # workers whose loaders read
         self.next_poll_s = 0.0  # when the next empty poll replies are due
         nodes = workers if isinstance(workers, str) else "a" * workers
         self.initial_workers = [self.add_process(node) for node in nodes]
@@ -179,6 +181,9 @@ class FakeCluster:
         """Bring a function that was called ahead of its generation to its engine."""
         if assign := self.processes[worker].ahead:
             self.send(worker, Prepared(assign.generation, assign.rank))
+
+    def runs(self, pid: int) -> bool:
+        return any(it.alive and it.info.pid == pid for it in self.processes.values())
 
     def report_cause(self, worker: int, cause: str) -> None:
         """Report why a worker died, as the cluster does."""
@@ -559,7 +564,10 @@ class FakeCluster:
 
     async def dump_stack(self, worker: int) -> Stacks:
         await self._receive_command("stack", worker)
-        return Stacks("the stack", self.processes[worker].hangs_at)
+        place = self.processes[worker].hangs_at
+        beat = self.beat_of(worker) if self.beat_of is not None else None
+        summary, reads = f"at {place}" if place else "", worker in self.reading
+        return Stacks("the stack", place, summary=summary, reads=reads, beat=beat)
 
     async def draining_nodes(self) -> frozenset[str]:
         return self.draining
@@ -754,9 +762,10 @@ class FakeVaultGroup:
 
     async def runs(self, node_id: str, pid: int) -> bool:
         self._vault(node_id)
-        return pid in self.still_running
+        return pid in self.still_running or self._cluster.runs(pid)
 
     async def inspect(self, node_id: str, pid: int) -> str:
+        self._vault(node_id)
         return f"process {pid} is stopped"
 
     async def inject_faults(self, faults: Sequence[FaultSpec]) -> None:

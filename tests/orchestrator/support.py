@@ -164,7 +164,7 @@ def plan(folder: Path, **changes: Any) -> JobPlan:
         "entrypoint": "m:f",
         "workers": {"min": 2},
         "checkpoint": {"path": str(folder)},
-        "recovery": {"hang_timeout_s": 60.0},
+        "recovery": {"patience_s": 60.0},
     }
     if isinstance(limits := changes.get("workers"), tuple):
         changes["workers"] = {"min": limits[0], "max": limits[1]}

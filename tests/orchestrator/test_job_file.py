@@ -93,7 +93,7 @@ def test_job_file_of_documentation():
     assert spec.args == {"layers": 4, "width": 256}
     assert spec.engine == ENGINE
     assert (spec.workers.min, spec.workers.most, spec.steps) == (2, 4, 200)
-    assert spec.recovery.hang_timeout_s == 30
+    assert (spec.recovery.hang_timeout_s, spec.recovery.patience_s) == (30, 30), "as it has been"
 
 
 def test_overrides_win_and_reach_into_engine_config():

@@ -213,8 +213,8 @@ def test_shares_change_where_the_next_step_begins_if_its_samples_are_not_read(re
     assert bool(channel.new_shares) != divided
 
 
-def session_with_ledger(folder: Path, hang_timeout_s: float = 60.0) -> JobSession:
-    changes = {"ledger": True, "output_dir": str(folder), "hang_timeout_s": hang_timeout_s}
+def session_with_ledger(folder: Path, patience_s: float = 60.0) -> JobSession:
+    changes = {"ledger": True, "output_dir": str(folder), "patience_s": patience_s}
     return session(**changes)[0]
 
 
@@ -242,7 +242,7 @@ def test_ledger_that_cannot_be_written_for_a_while_is_waited_for(
 def test_ledger_is_waited_for_shorter_than_a_hang(tmp_path: Path):
     (tmp_path / "ledger").write_text("a file, not a folder")
     with pytest.raises(DataError, match="cannot be written"):
-        session_with_ledger(tmp_path, hang_timeout_s=0.01)
+        session_with_ledger(tmp_path, patience_s=0.01)
 
 
 def test_ledger_of_another_run_is_no_outage(tmp_path: Path):

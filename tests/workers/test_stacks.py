@@ -57,6 +57,8 @@ def test_dataset_that_hangs_is_named_with_its_sample() -> None:
     assert stacks.place.startswith(f"{__file__}:")
     assert stacks.place.endswith(", in __getitem__")
     assert stacks.activity == "reading sample 37 of the training data"
+    assert stacks.summary == f"at {stacks.place}, {stacks.activity}"
+    assert stacks.reads
 
 
 def test_prompt_that_hangs_is_named() -> None:

@@ -271,7 +271,7 @@ SPEED_ROW = DashboardRow(
             "s",
             (
                 gauge_query("rayzero_rank_silent_seconds", "rank {{rank}}", RANK_SELECTOR),
-                gauge_query("rayzero_hang_timeout_seconds", "limit"),
+                gauge_query("rayzero_patience_seconds", "limit"),
             ),
             width=12,
         ),

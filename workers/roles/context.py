@@ -107,7 +107,7 @@ class RoleContext:
             self._host.index,
             stage,
             self._spec.group,
-            self._spec.hang_timeout_s,
+            self._spec.patience_s,
             self.check,
             prompts,
         )

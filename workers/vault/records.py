@@ -69,7 +69,18 @@ class ConnectionLost:
     end: ProcessEnd = field(default_factory=ProcessEnd, compare=False)
 
 
-VaultEvent: TypeAlias = ConnectionLost | FaultFired
+@dataclass(frozen=True)
+class ProcessStalled:
+    """A worker's process is stopped (`state` T or t), or sleeps (S) or waits for a device (D) and
+    uses no CPU, for some seconds. One that waits for other ranks does so, too. Empty: it runs
+    again."""
+
+    worker: int
+    pid: int
+    state: str
+
+
+VaultEvent: TypeAlias = ConnectionLost | FaultFired | ProcessStalled
 
 
 class VaultGoneError(RayzeroError):

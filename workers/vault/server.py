@@ -114,6 +114,11 @@ class VaultServer:
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
             return True
 
+    def processes(self) -> list[tuple[int, int]]:
+        """The workers' indices and pids, as far as those are of this pid namespace."""
+        with self._lock:
+            return [(it.worker, it.pid) for it in self._peers if it.thread_fd >= 0]
+
     def close(self) -> None:
         """Closes all connections, ends all polls and stops the thread. Idempotent.
 

@@ -30,6 +30,7 @@ from rayzero.workers.vault.buffers import BufferPool, available_bytes
 from rayzero.workers.vault.health import SLOWER, HealthCheck, HealthReport
 from rayzero.workers.vault.images import FetchRemote, MappedSlotReader, RemoteSlotReader
 from rayzero.workers.vault.peers import Peer, inspect_process
+from rayzero.workers.vault.process_watch import LOOK_INTERVAL_S, ProcessWatch
 from rayzero.workers.vault.records import SlotInfo, SlotRef, VaultEvent, VaultGoneError
 from rayzero.workers.vault.registry import SlotRegistry
 from rayzero.workers.vault.requests import WorkerRequests
@@ -80,6 +81,7 @@ class Vault:
         self._closing = Event()
         self._rollouts: RolloutServer | None = None
         self._health = HealthCheck()
+        self._watch = ProcessWatch()
         self._registry = SlotRegistry(BufferPool(available))
         # A pool of its own: it takes no spare buffer that a rank is going to need.
         self._weights = WeightReplicas(BufferPool(available), fetch)
@@ -94,8 +96,15 @@ class Vault:
         return self._address
 
     def poll(self, timeout_s: float) -> list[VaultEvent]:
-        """Workers whose processes died, each reported once; waits up to `timeout_s` for one."""
-        return [*self._server.poll(timeout_s)]
+        """Workers whose processes died, each reported once, and those that have stalled or run
+        again; waits up to `timeout_s` for one."""
+        until_s = monotonic() + timeout_s
+        while True:
+            left_s = max(0.0, until_s - monotonic())
+            events: list[VaultEvent] = [*self._server.poll(min(left_s, LOOK_INTERVAL_S))]
+            events += self._watch.look(self._server.processes())
+            if events or left_s <= LOOK_INTERVAL_S or self._closing.is_set():
+                return events
 
     def kill(self, pid: int) -> bool:
         """Sends SIGKILL to a worker's process. False if no worker with that pid was connected."""

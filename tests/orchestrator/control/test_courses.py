@@ -104,7 +104,7 @@ FAILURES = {
     "survivors in a long call are waited for": """
         aaa min=1 max=3; train 3; stuck 1 2; beat 1; beat 2; kill 0; wait 25; state recovering
         says_times 3 "to leave"; says "since 6 s for rank 1 on node host-a (pid 101) to leave"
-        says recovery.hang_timeout_s; release 1 2; members 1 2; commanded kill 0
+        says recovery.patience_s; release 1 2; members 1 2; commanded kill 0
         finish steps_redone=0 faults=lost:1""",
     "survivors that stay are killed and replaced": """
         aaa min=1 max=3; train 3; stuck 1 2; beat 1; beat 2; kill 0; wait 59; state recovering
@@ -115,7 +115,7 @@ FAILURES = {
         commanded kill 0 1; members 2 3; finish faults=hang:1,lost:1""",
     "a replacement may take four measured first steps, whatever the limit for a start": """
         aa; wait 20; train 1; kill 0; wait 1; join; wait 0.5; assigned 1 2; stuck 2; beat 2; kill 1
-        wait 61; says "it is killed after 80 s, 4 times the longest first step of a process"
+        wait 61; says "it is killed after 80 s, 4 times the longest first step so far"
         commanded kill 0 1; wait 22; commanded kill 0 1 2; stop; stopped""",
     "a rank that stays after a drain is killed": """
         aa min=1 max=3; train 1; join; wait 0.5; state resizing; beat 1 waiting=true; leave 0

@@ -22,7 +22,7 @@ from rayzero.orchestrator.policies.membership import WorkerLimits
 from rayzero.workers.messages import Heartbeat, LogLine, StepReport, WorkerMessage
 from tests.orchestrator.support import VirtualClock, settle
 
-HANG_TIMEOUT_S = 120.0
+PATIENCE_S = 120.0
 
 
 class SlowClock(VirtualClock):
@@ -42,7 +42,7 @@ class InboxHarness:
         self.clock = clock
         loop = JobLoop(clock, lambda error: self.delivered.append(str(error)))
         members, group = Members(WorkerLimits(1, 1), 0), cast(Any, self)
-        self.make = partial(WorkerInbox, loop, members, group, HANG_TIMEOUT_S)
+        self.make = partial(WorkerInbox, loop, members, group, PATIENCE_S)
         self.inbox = self.make(self._on_message, self._on_lost)
 
     def _on_message(self, worker: int, message: WorkerMessage) -> None:
@@ -101,18 +101,18 @@ async def test_messages_of_worker_are_delivered_in_order():
     harness = InboxHarness(SlowClock())
     harness.inbox.start(range(50))
     harness.reports.put_nowait(WorkerReports([(worker, [HEARTBEAT]) for worker in range(50)]))
-    harness.reports.put_nowait(WorkerReports([(49, [StepReport(1, 0, 1)]), (49, [HEARTBEAT])]))
+    harness.reports.put_nowait(WorkerReports([(49, [StepReport(0, 0, 1)]), (49, [HEARTBEAT])]))
     await settle()
     delivered = [text for text in harness.delivered if text.startswith("49")]
     assert delivered == ["49 Heartbeat", "49 StepReport", "49 Heartbeat"]
-    assert 49 in harness.inbox.reported
-    assert 48 not in harness.inbox.reported
+    assert 49 in harness.inbox.history.reported
+    assert 48 not in harness.inbox.history.reported
 
 
 async def test_silent_worker_is_reported_lost_once():
     harness = InboxHarness(VirtualClock())
     harness.inbox.start(range(2))
-    timeout_s = WORKER_POLL_S + HANG_TIMEOUT_S + 10
+    timeout_s = WORKER_POLL_S + PATIENCE_S + 10
     await harness.clock.advance(timeout_s - 1)
     harness.inbox.expire_silent()
     assert harness.inbox.longest_silence_s([0, 1]) == timeout_s - 1

@@ -111,7 +111,7 @@ async def test_hung_rank_is_killed_and_fails_the_job_when_it_hangs_each_time(fol
         culprits.append(culprit)
         assert "the stack" in harness.warnings
     assert {it.cause for it in harness.log.of(FaultDetected)} == {"hang"}
-    assert [it for command, it in cluster.commands if command == "stack"] == culprits
+    assert {it for command, it in cluster.commands if command == "stack"} >= {*culprits}
     assert [it for command, it in cluster.commands if command == "kill"] == culprits[:2]
     failure = await harness.fails(JobFailedError, r"3 times in a row at data\.py:12")
     assert failure.traceback == "the stack"

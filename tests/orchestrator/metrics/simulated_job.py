@@ -35,7 +35,7 @@ SPEC = JobSpec(
     entrypoint="m:f",
     steps=100,
     workers=Workers(min=1, max=4),
-    recovery=RecoverySpec(hang_timeout_s=30.0, max_faults=20, fault_window_s=3600.0),
+    recovery=RecoverySpec(patience_s=30.0, max_faults=20, fault_window_s=3600.0),
     checkpoint=CheckpointSpec(every_steps=2),
 )
 UNIX = 1_700_000_000.0

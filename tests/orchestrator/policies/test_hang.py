@@ -10,17 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.orchestrator.policies.hang import (
-    HangLimits,
-    RankProgress,
     abort_limit_s,
     find_early_return,
     find_hang,
     find_overstaying,
 )
-from rayzero.workers.messages import Heartbeat
+from rayzero.orchestrator.policies.hang_limits import (
+    HangLimits,
+    RankProgress,
+    StepHistory,
+    StepTimes,
+)
+from rayzero.workers.messages import Heartbeat, StepReport
 
 TIMEOUT_S = 30.0
-LIMITS = HangLimits(running_s=TIMEOUT_S, starting_s=300)
+LIMITS = HangLimits(patience_s=TIMEOUT_S, starting_s=300, fixed_s=TIMEOUT_S)
 
 
 def rank(
@@ -122,20 +126,20 @@ def test_reason_says_what_the_rank_does(
 def test_first_step_is_limited_by_those_measured() -> None:
     measured = replace(LIMITS, first_step_s=10)
     compiling = replace(rank(1, "forward", 0, 39, waiting=False), is_new=True)
-    assert measured.describe(compiling) == "40 s, 4 times the longest first step of a process"
+    assert measured.describe(compiling) == "40 s, 4 times the longest first step so far"
     assert find_hang([rank(0), compiling], measured) is None
     late = of(compiling, silent_s=41)
     assert find_hang([rank(0), late], LIMITS) is None
     assert find_hang([rank(0), late], measured) is not None
     assert measured.describe(rank(1, "load")) == "300 s, workers.start_timeout_s"
     assert measured.describe(rank(1)) == "30 s, recovery.hang_timeout_s"
-    assert replace(LIMITS, first_step_s=1).of(compiling) == LIMITS.running_s
+    assert replace(LIMITS, first_step_s=1).of(compiling) == LIMITS.fixed_s
     assert replace(LIMITS, first_step_s=100).of(compiling) == LIMITS.starting_s
 
 
 def test_grace_is_never_shorter_than_timeout() -> None:
     loading = rank(0, "load", waiting=False, silent_s=400)
-    assert find_hang([loading], HangLimits(500, 300)) is None
+    assert find_hang([loading], HangLimits(500, 300, 500)) is None
 
 
 def test_rank_may_stay_in_an_ending_generation_as_long_as_it_may_hang():
@@ -204,7 +208,127 @@ def test_abort_on_a_gpu_has_time_for_what_is_queued():
     abort_s = abort_limit_s([beat, replace(beat, collective=5799)], first_step=2)
     assert abort_s == pytest.approx(0.5 + 580 * 0.01)
     assert abort_limit_s([replace(beat, step=0, collective=3)], first_step=1) == 0.53
-    limits, busy = HangLimits(5.0, 300.0, abort_s=abort_s), rank(1, silent_s=0)
+    limits, busy = HangLimits(5.0, 300.0, 5.0, abort_s=abort_s), rank(1, silent_s=0)
     assert find_overstaying([busy], limits, ending_s=11) is None
     assert find_overstaying([busy], limits, ending_s=12) is not None
     assert "and 6.3 s for the abort" in limits.describe(busy)
+
+
+def times_of(**phases: float) -> StepTimes:
+    """Of 300 steps, in all of which a phase took that long."""
+    times = StepTimes()
+    for _ in range(300):
+        gauges = {f"phases/{name}": seconds for name, seconds in phases.items()}
+        times.add({"step_s": sum(phases.values()) + 9, "exposed_comm_s": 9.0, **gauges})
+    return times
+
+
+LEARNED = HangLimits(
+    120, 600, times={number: times_of(forward=0.5, other=0.1) for number in range(4)}
+)
+SLOW = replace(LEARNED, times=dict.fromkeys(range(4), times_of(forward=4.0, data=1.0, other=3.0)))
+GONE = rank(1, "forward", waiting=False, silent_s=0, age_s=6, overdue_s=4)
+
+
+@pytest.mark.parametrize(
+    ("limits", "of_rank", "limit"),
+    [
+        (LEARNED, rank(1, "forward", waiting=False), "7 s, the least of what is learned"),
+        (LEARNED, rank(1, "reduce", waiting=True), "120 s, recovery.patience_s"),
+        (LEARNED, rank(1, "mirror", waiting=False), "120 s, recovery.patience_s"),
+        (LEARNED, rank(1, "ledger", waiting=False), "120 s, recovery.patience_s"),
+        (LEARNED, rank(1, "outside", waiting=False), "120 s, recovery.patience_s"),
+        (
+            LEARNED,
+            rank(1, "outside", waiting=False, state="S"),
+            "7 s, the least of what is learned",
+        ),
+        (SLOW, rank(1, "forward", waiting=False), "40 s, 5 of its steps"),
+        (SLOW, rank(1, "outside", waiting=False, state="S"), "40 s, 5 of its steps"),
+        (
+            SLOW,
+            rank(1, "forward", waiting=False, is_first=True),
+            "480 s, 60 of its steps, for it may",
+        ),
+        (LEARNED, rank(1, "forward", waiting=False, is_first=True), "120 s, recovery.patience_s"),
+        (LEARNED, rank(1, "forward", waiting=False, is_new=True), "600 s, workers.start_timeout_s"),
+        (LEARNED, rank(9, "forward", waiting=False), "120 s, recovery.patience_s"),
+        (
+            replace(LEARNED, factors={"forward": 4.0}),
+            rank(1, "forward", waiting=False),
+            "28 s, doub",
+        ),
+        (replace(SLOW, factors={"forward": 9.0}), rank(1, "forward", waiting=False), "120 s, doub"),
+        (
+            replace(LEARNED, fixed_s=30.0),
+            rank(1, "forward", waiting=False),
+            "30 s, recovery.hang_t",
+        ),
+        # Nothing is known of a process that does not answer, until its node does.
+        (LEARNED, GONE, "120 s, recovery.patience_s"),
+        (LEARNED, replace(GONE, is_seen=True), "7 s, the least of what is learned"),
+    ],
+)
+def test_learned_limits(limits: HangLimits, of_rank: RankProgress, limit: str) -> None:
+    limit_s, origin = limits._choose(of_rank)
+    assert f"{limit_s:g} s, {origin}".startswith(limit)
+
+
+def test_longest_silence_is_remembered_for_a_thousand_steps() -> None:
+    times = times_of(forward=0.5)
+    times.add({"step_s": 20.0, "phases/forward": 20.0})
+    times.add({"step_s": 30.0, "exposed_comm_s": 28.0, "phases/reduce": 29.0})
+    limits, in_forward = replace(LEARNED, times={1: times}), rank(1, "forward", waiting=False)
+    assert limits.of(in_forward) == 40.0
+    assert limits.of(of(in_forward, phase="reduce")) == 7.0, "it waited for others"
+    for _ in range(1100):
+        times.add({"step_s": 0.5, "phases/forward": 0.5})
+    assert limits.of(in_forward) == 7.0
+
+
+WAITING = rank(0, silent_s=9)
+READING = rank(1, "data", collective=11, waiting=False, silent_s=9)
+LEARNED_CASES: dict[str, tuple[list[RankProgress], int | None, str]] = {
+    "a read": ([WAITING, READING, rank(2, silent_s=9)], 1, "silent for 9.0 s in phase data"),
+    "one of two": ([WAITING, READING], 1, "silent for"),
+    "alone": ([of(READING, rank=0)], None, "recovery.patience_s"),
+    "half read": ([WAITING, READING, of(READING, rank=2)], None, "half of the ranks"),
+    "others read ahead": ([replace(WAITING, reads=True), READING], None, "half of the ranks"),
+    "in the script": ([WAITING, of(replace(READING, state="S"), phase="outside")], None, "half"),
+    "all compile": ([of(HUNG, silent_s=9), of(HUNG, rank=2, silent_s=9)], None, "half of the"),
+    "one computes": ([WAITING, of(HUNG, silent_s=9)], 1, "silent for 9.0 s in phase forward"),
+    "alone in its forward": ([of(HUNG, rank=0, silent_s=9)], 0, "in phase forward"),
+    "stopped": ([WAITING, replace(GONE, state="T"), rank(2)], 1, "it is stopped (state T)"),
+    "deadlock": ([WAITING, replace(GONE, state="S"), rank(2)], 1, "it does not run (state S)"),
+    "half of them": ([replace(GONE, state="D"), of(replace(GONE, state="D"), rank=2)], None, ""),
+    "stopped at its start": ([replace(GONE, state="T", is_new=True)], 1, "stopped"),
+    "blocked at its start": ([replace(GONE, state="S", is_new=True)], None, ""),
+    "answers": ([WAITING, replace(READING, state="S", heartbeat=WAITING.heartbeat)], None, ""),
+    "locked spin": ([WAITING, replace(GONE, age_s=8, overdue_s=6, is_seen=True)], 1, "not respond"),
+    "unreachable": ([WAITING, replace(GONE, age_s=40, overdue_s=38)], None, ""),
+}
+
+
+@pytest.mark.parametrize(("ranks", "hung", "reason"), LEARNED_CASES.values(), ids=LEARNED_CASES)
+def test_hang_of_learned_limits(ranks: list[RankProgress], hung: int | None, reason: str) -> None:
+    hang = find_hang(ranks, LEARNED)
+    assert (hang and hang.rank) == hung
+    assert bool(hang) == bool(reason)
+    assert reason in (hang.reason if hang else "")
+    if "T" in {it.state for it in ranks}:
+        assert find_hang(ranks, replace(LEARNED, fixed_s=120.0)) is None, "of a debugger"
+        assert find_overstaying(ranks, LEARNED, ending_s=1).rank == hung
+
+
+@pytest.mark.parametrize(("repeated_s", "factor"), [(0.5, None), (9.0, 2.0)])
+def test_false_alarm_doubles_the_limit(repeated_s: float, factor: float | None) -> None:
+    history = StepHistory()
+    slow = StepReport(1, 1, 7, {}, {"step_s": repeated_s, "phases/forward": repeated_s})
+    history.add(1, replace(slow, step=1, gauges={"phases/forward": 1.0}), 3.0)
+    history.add_alarm(rank(1, "forward", silent_s=7.5))
+    history.start_generation()
+    history.add(4, slow, repeated_s)
+    assert history.factors.get("forward") == factor
+    history.start_generation()
+    history.add(4, replace(slow, step=9, gauges={"phases/forward": 50.0}), 50.0)
+    assert history.factors.get("forward") == factor, "of another step"
