@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray._private import node as ray_node
@@ -36,12 +36,15 @@ from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.cluster.addresses import CHECK_ALIVE_RPC, only_given_address
 from rayzero.orchestrator.policies.placement import Capacity
 
+T = TypeVar("T")
+
 ACTOR_LOST = (RayActorError, ActorUnschedulableError, ActorPlacementGroupRemoved)
 """Raised by a call of an actor whose process or node is lost or unreachable."""
 
-NAMESPACE = "rayzero"
-"""Of named actors."""
 _HEAD_RESOURCE = "node:__internal_head__"  # a resource that Ray gives the head's node alone
+ON_HEAD = {_HEAD_RESOURCE: 0.001}
+"""The resources of a detached actor on the head's node. One placed by the node's id could not start
+again on a head that comes back: its node has another id."""
 _LOOPBACK = "127.0.0.1"
 _CONNECT_RETRIES = {
     "raylet_client_connect_timeout_milliseconds": 20,
@@ -237,12 +240,27 @@ def node_names() -> dict[str, str]:
     return {node["NodeID"]: node["NodeManagerHostname"] for node in nodes}
 
 
-def on_head_node() -> NodeAffinitySchedulingStrategy | None:
+def head_node_id() -> str | None:
     """None if the cluster has no live head node."""
     for node in ray.nodes():  # type: ignore[no-untyped-call]
         if node["Alive"] and _HEAD_RESOURCE in node["Resources"]:
-            return NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            return str(node["NodeID"])
     return None
+
+
+def ask_nodes(question: Callable[[], T], nodes: Iterable[str], limit_s: float) -> dict[str, T]:
+    """Calls a function in a process on each of these nodes; the answers that come within the limit,
+    by the node's id."""
+    task = ray.remote(question)
+    calls = {}
+    for node in nodes:
+        place = NodeAffinitySchedulingStrategy(node, soft=False)
+        calls[task.options(num_cpus=0, scheduling_strategy=place).remote()] = node
+    answers = {}
+    for reply in ray.wait(list(calls), num_returns=len(calls), timeout=limit_s)[0] if calls else ():
+        with suppress(RayError):
+            answers[calls[reply]] = ray.get(reply)
+    return answers
 
 
 def draining_node_ids() -> frozenset[str]:

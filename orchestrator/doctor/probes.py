@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,12 @@ from uuid import uuid4
 from rayzero.engine.errors import RayzeroError
 
 _TEST_BYTES = 4 * 2**20
+_ANSWER_S = 10.0  # of nodes, which may have to start a process first
+_MAX_NODES = 64  # that are asked
+_STORES = ("RAY_REDIS_ADDRESS", "RAY_gcs_storage_path")
+_RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+RAY_RECONNECT_S = 60.0
+"""How long nodes wait for a lost head by Ray's default."""
 
 
 def check_cluster(address: str) -> dict[str, Any]:
@@ -25,8 +32,10 @@ def check_cluster(address: str) -> dict[str, Any]:
     address, or it rejects the connection."""
     from rayzero.orchestrator.cluster.connect import connect
     from rayzero.orchestrator.cluster.ray_api import draining_node_ids, node_snapshot
+    from rayzero.workers.lifetimes import find_owned, has_process
 
     with closing(connect(address)):
+        left = Counter(owned.job for owned in find_owned())
         nodes = node_snapshot()
         capacities = nodes.all_capacities
         return {
@@ -36,7 +45,28 @@ def check_cluster(address: str) -> dict[str, Any]:
             "free_cpus": nodes.total_free.cpus,
             "free_gpus": nodes.total_free.gpus,
             "leaving": len(draining_node_ids()),
+            "left": {job: left[job] for job in sorted(left) if not has_process(job)},
+            "reconnect_s": reconnect_limits(),
         }
+
+
+def reconnect_limits() -> dict[str, float]:
+    """How long the nodes of the connected cluster wait for a lost head, by id, if the head has a
+    store from which it can come back. Nodes that do not answer in time are left out."""
+    from rayzero.orchestrator.cluster.ray_api import ask_nodes, head_node_id, node_capacities
+
+    nodes = list(node_capacities())[:_MAX_NODES]
+    head = head_node_id()
+    settings = ask_nodes(read_settings, [] if head is None else [head], _ANSWER_S)
+    if not any(name in found for found in settings.values() for name in _STORES):
+        return {}
+    answers = ask_nodes(read_settings, set(nodes) - {head}, _ANSWER_S)
+    return {node: float(it.get(_RECONNECT) or RAY_RECONNECT_S) for node, it in answers.items()}
+
+
+def read_settings() -> dict[str, str]:
+    """Returns those of Ray's settings in this process's environment that are about lost heads."""
+    return {name: os.environ[name] for name in (*_STORES, _RECONNECT) if name in os.environ}
 
 
 def check_storage(place: str) -> dict[str, Any]:

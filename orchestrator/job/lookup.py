@@ -33,6 +33,7 @@ from rayzero.orchestrator.plan import LOG_FILE
 from rayzero.orchestrator.results import EndedJob, JobStatus, RoleStatus
 from rayzero.orchestrator.role_facts import RoleFacts
 from rayzero.orchestrator.spec import JOB_NAME, JOB_NAME_RULE, JobSpec
+from rayzero.workers.lifetimes import end_owned, has_process
 
 DEFAULT_CHECKPOINT_PATH = "runs"  # default of `checkpoint.path` in the job file
 
@@ -208,6 +209,20 @@ def find_any(name: str, address: str | None) -> RunningJob | EndedJob:
         allowed=f"a running job: {', '.join(sorted(running))}" if running else "",
         fix="check the name, or --address or RAY_ADDRESS for another cluster",
     )
+
+
+def end_leftovers(name: str, address: str | None) -> int:
+    """Ends the actors and placement groups that a job has left in the clusters of `find_running`,
+    where it has no process any more; returns their number. Raises as `connect_each`."""
+    number = 0
+    for cluster in connect_each(address):
+        try:
+            if not has_process(name):
+                number += len(end_owned(name))
+        except BaseException:
+            cluster.close()
+            raise
+    return number
 
 
 def _in_cluster(name: str, cluster: ClusterConnection) -> RunningJob | None:
