@@ -223,7 +223,6 @@ def _worker_spec(
         faults=tuple(map(parse_fault, spec.faults)),
         ledger=spec.ledger,
         run=f"{time_ns():020d}",
-        orphan_s=spec.recovery.orphan_s,
     )
 
 

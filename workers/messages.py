@@ -48,7 +48,6 @@ class WorkerSpec:
         mirror: when to mirror the state into the vault, and when to make a checkpoint.
         ledger: record consumed sample ids under `output_dir`/ledger/`run`.
         run: id of this run of the job; ids of later runs sort after it.
-        orphan_s: as of `OrphanWatch`.
         working_dir: the submitter's; used on the worker, if it exists there, and imported from.
         import_paths: the submitter's `sys.path`, added to the worker's.
     """
@@ -69,7 +68,6 @@ class WorkerSpec:
     faults: tuple[FaultSpec, ...] = ()
     ledger: bool = False
     run: str = ""
-    orphan_s: float = 0.0
 
 
 @dataclass(frozen=True)

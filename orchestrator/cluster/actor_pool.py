@@ -265,7 +265,8 @@ class ActorPool:
                 **worker_executable(os.environ),
             },
         )
-        worker = WorkerHandle(index, actor.remote(self._worker_spec, index), reservation, node_id)
+        process = actor.remote(self._worker_spec, index, self._vaults.orphan_s)
+        worker = WorkerHandle(index, process, reservation, node_id)
         self._workers[index] = worker
         reservation.worker = index
         return worker

@@ -31,10 +31,14 @@ class VaultGroup:
     loop. Calls that name a node may raise VaultLostError.
 
     A lost vault is removed, so that the next `open` starts another one on its node.
+
+    Args:
+        orphan_s: as of `OrphanWatch`, also for workers.
     """
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, orphan_s: float = 0.0) -> None:
         self._spec = spec
+        self.orphan_s = orphan_s
         self._faults = spec.faults
         self._actor = ray.remote(VaultActor)
         self._vaults: dict[str, Any] = {}
@@ -73,7 +77,7 @@ class VaultGroup:
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
         self._vaults[node_id] = actor.remote(
-            spec.name, node_id, self._faults, spec.output_dir, spec.orphan_s
+            spec.name, node_id, self._faults, spec.output_dir, self.orphan_s
         )
 
     async def open(self, node_ids: Sequence[str]) -> dict[str, str]:

@@ -109,6 +109,7 @@ REASONS = {
         orchestrator.cluster.addresses: DEFAULT_PROBE_S
         orchestrator.cluster.command_client: _REPLY_TIMEOUT_S
         orchestrator.cluster.vault_group: _START_TIMEOUT_S
+        orchestrator.doctor.probes: _ANSWER_S
     """,
     "copies that the device's queue has already, after whatever they wait for was aborted": """
         workers.vault.client: _DEVICE_TIMEOUT_S
@@ -117,6 +118,9 @@ REASONS = {
         orchestrator.spec: MAX_LEASE_S
         orchestrator.cluster.addresses: MAX_PROBE_S
         orchestrator.numbers: MAX_UNIX_S
+    """,
+    "a default of Ray, which is compared with a setting": """
+        orchestrator.doctor.probes: RAY_RECONNECT_S
     """,
     "the default of an argument": """
         engine.data.streams.api: _READ_TIMEOUT_S
