@@ -28,11 +28,11 @@ from ray.util.placement_group import (
 )
 
 NAMESPACE = "rayzero"
-"""Of named actors."""
+"""The namespace of named actors."""
 VAULT = "vault-"
 """Begins what a vault is called among the actors of its run; its node's id follows."""
 VAULT_ASKS = 60
-"""How often a vault asks for its job's process in the time after which it is an orphan."""
+"""Questions of a vault for its job's process in the time after which it is an orphan."""
 WORKER_ASKS = 6  # of which there are more
 _JOBS = "job-"
 _RUNS = "rayzero"
@@ -81,7 +81,7 @@ class Owned:
 
 
 def parse_owned(name: str, group: str = "") -> Owned | None:
-    """What has that name; None if it is no job's."""
+    """The owner and the kind that a name says; None if it is no job's."""
     space, *parts = name.split("/")
     if space != _RUNS or len(parts) != 3:
         return None

@@ -1,4 +1,4 @@
-"""What earlier processes of a job have left in the cluster: found by the names of actors."""
+"""Leftovers of earlier processes of a job in the cluster, found by their names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rayzero.workers.lifetimes import VAULT, Owned, end_owned, find_owned
 
 @dataclass(frozen=True)
 class Inherited:
-    """What a new process of a job takes over.
+    """The leftovers that a new process of a job may use.
 
     Args:
         vaults: those of earlier runs, too.

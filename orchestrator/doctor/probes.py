@@ -24,7 +24,7 @@ _MAX_NODES = 64  # that are asked
 _STORES = ("RAY_REDIS_ADDRESS", "RAY_gcs_storage_path")
 _RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 RAY_RECONNECT_S = 60.0
-"""How long nodes wait for a lost head by Ray's default."""
+"""Ray's default for the time that nodes wait for a lost head."""
 
 
 def check_cluster(address: str) -> dict[str, Any]:
@@ -51,8 +51,8 @@ def check_cluster(address: str) -> dict[str, Any]:
 
 
 def reconnect_limits() -> dict[str, float]:
-    """How long the nodes of the connected cluster wait for a lost head, by id, if the head has a
-    store from which it can come back. Nodes that do not answer in time are left out."""
+    """The time that the nodes of the connected cluster wait for a lost head, by id, if the head has
+    a store from which it can come back. Nodes that do not answer in time are left out."""
     from rayzero.orchestrator.cluster.ray_api import ask_nodes, head_node_id, node_capacities
 
     nodes = list(node_capacities())[:_MAX_NODES]

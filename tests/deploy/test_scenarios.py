@@ -358,6 +358,6 @@ def test_head_keeps_its_state_in_files_of_its_cluster(size: str) -> None:
 
 
 def env_of(objects: Sequence[Object], role: str) -> dict[str, Any]:
-    """By name what a variable of a pod is set to."""
+    """The values of a pod's variables, by name."""
     variables = container_of(objects, role)["env"]
     return {it["name"]: {key: it[key] for key in it if key != "name"} for it in variables}
