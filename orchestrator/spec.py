@@ -239,6 +239,11 @@ class RecoverySpec(SpecSection):
         default="even",
         description="samples of a step: the same number for all ranks, or by measured speed",
     )
+    orphan_s: _Seconds = Field(
+        default=600,
+        description="seconds after which workers and vaults end themselves if the cluster's head "
+        "does not answer; they end sooner if it says that the job has no process",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from rayzero.workers.lifetimes import WORKER_ASKS, OrphanWatch
 from rayzero.workers.messages import WorkerInfo, WorkerSpec
 from rayzero.workers.nccl_settings import use_interface
 from rayzero.workers.vault.process_end import enable_crash_report
@@ -27,13 +28,18 @@ _SIOCGIFADDR = 0x8915  # SIOCGIFADDR
 
 
 class WorkerActor:
-    """One rank's process. Created with `max_concurrency=COMMAND_THREADS`."""
+    """One rank's process. Created with `max_concurrency=COMMAND_THREADS`.
 
-    def __init__(self, spec: WorkerSpec, index: int) -> None:
+    Args:
+        orphan_s: as of `OrphanWatch`.
+    """
+
+    def __init__(self, spec: WorkerSpec, index: int, orphan_s: float) -> None:
         enable_crash_report()
         gc.disable()  # until `describe`: imports with collections take a quarter more CPU time
         self._process = self._make_process(spec, index)
         self._index = index
+        OrphanWatch(orphan_s, WORKER_ASKS)
 
     def _make_process(self, spec: WorkerSpec, index: int) -> WorkerProcess | RoleProcess:
         process: WorkerProcess = import_module("rayzero.workers.worker").WorkerProcess(spec, index)

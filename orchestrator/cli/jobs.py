@@ -118,12 +118,18 @@ def stop(name: JobName, address: ClusterAddress = None, path: JobsPath = "runs")
     from rayzero.orchestrator.job.client import JobProcess
     from rayzero.orchestrator.job.handle import stop_limit_s
     from rayzero.orchestrator.job.lookup import check_job_name, find_running
+    from rayzero.workers.lifetimes import end_owned
 
     try:
         job = find_running(check_job_name(name), address)
     except ConfigError as not_found:
         check_may_be_lost(not_found, address)
-        _abandon_lost_run(name, path, not_found)
+        ended = _end_leftovers(name, address)
+        try:
+            _abandon_lost_run(name, path, not_found)
+        except ConfigError:
+            if not ended:
+                raise
         return
     limit_s = stop_limit_s(job.spec)
     deadline_s = time.monotonic() + limit_s
@@ -142,6 +148,7 @@ def stop(name: JobName, address: ClusterAddress = None, path: JobsPath = "runs")
         except JobFailedError:
             if JobProcess.find(name) is not None:
                 raise
+            end_owned(name)
     print(f"{name}: stopped")
 
 
@@ -233,6 +240,19 @@ def _cluster_statuses(address: str | None, ended: bool) -> Iterator[JobStatus]:
         if address is not None or isinstance(error, AuthRefusedError):
             raise
         check_may_be_lost(error, address)  # otherwise no cluster runs on this machine
+
+
+def _end_leftovers(name: str, address: str | None) -> int:
+    """Ends what a lost job has left in its cluster, if that runs; the number of it."""
+    from rayzero.orchestrator.job.lookup import end_leftovers
+
+    try:
+        number = end_leftovers(name, address)
+    except ConfigError:
+        return 0
+    if number:
+        print(f"{name}: ended {number} actors and reservations that it had left")
+    return number
 
 
 def _abandon_lost_run(name: str, path: str, not_found: ConfigError) -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray import PlacementGroupID
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -26,10 +25,10 @@ from rayzero.orchestrator.errors import WorkerLostError
 from rayzero.orchestrator.policies.placement import Capacity, ResourceRequest, preferred_nodes
 from rayzero.workers.actor import COMMAND_THREADS
 from rayzero.workers.fork_server import worker_executable
+from rayzero.workers.lifetimes import NAMESPACE, owned_name, parse_owned
 from rayzero.workers.messages import WorkerInfo, WorkerSpec
 
 _NODE_LABEL = "ray.io/node-id"  # Ray sets it on every node
-_GROUPS = "rayzero/"  # begins the name of each placement group
 _MAX_START_BACKOFF_S = 60.0
 """Longest delay before another start in a reservation in which workers do not start."""
 
@@ -124,12 +123,12 @@ class ActorPool:
         table = await asyncio.to_thread(placement_group_table)
         held: dict[str, Capacity] = {}
         for entry in table.values():
-            space, _, name = entry["name"].rpartition("/")[0].partition("/")
-            if f"{space}/" != _GROUPS or name == self._worker_spec.name:
+            owned = parse_owned(entry["name"])
+            if owned is None or owned.job == self._worker_spec.name:
                 continue
             if entry["state"] == "CREATED":
-                job, bundles = held.get(name, Capacity(0.0, 0.0)), entry["bundles"].values()
-                held[name] = Capacity(
+                job, bundles = held.get(owned.job, Capacity(0.0, 0.0)), entry["bundles"].values()
+                held[owned.job] = Capacity(
                     job.cpus + sum(bundle.get("CPU", 0.0) for bundle in bundles),
                     job.gpus + sum(bundle.get("GPU", 0.0) for bundle in bundles),
                 )
@@ -240,7 +239,8 @@ class ActorPool:
         group: PlacementGroup = placement_group(
             [bundle],
             strategy="STRICT_PACK",
-            name=_group_prefix(self._worker_spec.name) + secrets.token_hex(8),
+            name=self._name(secrets.token_hex(8)),
+            lifetime="detached",
             _soft_target_node_id=target,
             bundle_label_selector=[avoid_label] if avoid else None,
         )
@@ -248,7 +248,11 @@ class ActorPool:
 
     def _start(self, reservation: Reservation, node_id: str, need: ResourceRequest) -> WorkerHandle:
         threads = need.threads or self._capacities[node_id].cpus_per_gpu
+        index = next(self._indices)
         actor = self._actor.options(
+            name=self._name(str(index)),
+            namespace=NAMESPACE,
+            lifetime="detached",
             num_cpus=need.cpus,
             num_gpus=need.gpus,
             max_concurrency=COMMAND_THREADS,
@@ -261,20 +265,11 @@ class ActorPool:
                 **worker_executable(os.environ),
             },
         )
-        index = next(self._indices)
-        worker = WorkerHandle(index, actor.remote(self._worker_spec, index), reservation, node_id)
+        process = actor.remote(self._worker_spec, index, self._vaults.orphan_s)
+        worker = WorkerHandle(index, process, reservation, node_id)
         self._workers[index] = worker
         reservation.worker = index
         return worker
 
-
-def remove_stale_reservations(job: str) -> None:
-    """Removes the reservations of an earlier process of the job. Ray removes them with the actor
-    that created them, but not if that actor is restarted."""
-    for group_id, entry in placement_group_table().items():
-        if entry["name"].startswith(_group_prefix(job)) and entry["state"] != "REMOVED":
-            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))))
-
-
-def _group_prefix(job: str) -> str:
-    return f"{_GROUPS}{job}/"
+    def _name(self, what: str) -> str:
+        return owned_name(self._worker_spec.name, self._worker_spec.run, what)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray._private import node as ray_node
@@ -37,12 +37,15 @@ from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.cluster.addresses import CHECK_ALIVE_RPC, only_given_address
 from rayzero.orchestrator.policies.placement import Capacity
 
+T = TypeVar("T")
+
 ACTOR_LOST = (RayActorError, ActorUnschedulableError, ActorPlacementGroupRemoved)
 """Raised by a call of an actor whose process or node is lost or unreachable."""
 
-NAMESPACE = "rayzero"
-"""Of named actors."""
 _HEAD_RESOURCE = "node:__internal_head__"  # a resource that Ray gives the head's node alone
+ON_HEAD = {_HEAD_RESOURCE: 0.001}
+"""The resources of a detached actor on the head's node. One placed by the node's id could not start
+again on a head that comes back: its node has another id."""
 _LOOPBACK = "127.0.0.1"
 _CONNECT_RETRIES = {
     "raylet_client_connect_timeout_milliseconds": 20,
@@ -238,33 +241,33 @@ def node_names() -> dict[str, str]:
     return {node["NodeID"]: node["NodeManagerHostname"] for node in nodes}
 
 
-def call_on_nodes(function: Callable[[], Any], limit_s: float) -> dict[str, Any]:
-    """Calls a function in a process of every living node. Returns what each returned, or the error,
-    by the node's name and the first digits of its id."""
-    call = ray.remote(function)
-    until_s = monotonic() + limit_s
-    replies = {}
-    for node in ray.nodes():  # type: ignore[no-untyped-call]
-        if node["Alive"]:
-            here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            name = f"{node['NodeManagerHostname']} ({node['NodeID'][:8]})"
-            options = call.options(num_cpus=0, max_retries=0, scheduling_strategy=here)
-            replies[name] = options.remote()
-    results: dict[str, Any] = {}
-    for name, reply in replies.items():
-        try:
-            results[name] = ray.get(reply, timeout=max(0.0, until_s - monotonic()))
-        except RayError as error:
-            results[name] = error
-    return results
-
-
-def on_head_node() -> NodeAffinitySchedulingStrategy | None:
+def head_node_id() -> str | None:
     """None if the cluster has no live head node."""
     for node in ray.nodes():  # type: ignore[no-untyped-call]
         if node["Alive"] and _HEAD_RESOURCE in node["Resources"]:
-            return NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            return str(node["NodeID"])
     return None
+
+
+def ask_nodes(
+    question: Callable[[], T], nodes: Iterable[str], limit_s: float
+) -> dict[str, T | RayError]:
+    """Calls a function in a process on each of these nodes; the answers by the node's id, or the
+    error where there is none within the limit."""
+    task = ray.remote(question)
+    calls = {}
+    for node in nodes:
+        place = NodeAffinitySchedulingStrategy(node, soft=False)
+        options = task.options(num_cpus=0, max_retries=0, scheduling_strategy=place)
+        calls[node] = options.remote()
+    until_s = monotonic() + limit_s
+    answers: dict[str, T | RayError] = {}
+    for node, reply in calls.items():
+        try:
+            answers[node] = ray.get(reply, timeout=max(0.0, until_s - monotonic()))
+        except RayError as error:
+            answers[node] = error
+    return answers
 
 
 def draining_node_ids() -> frozenset[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar, TypeVarTuple
 
 import ray
@@ -14,6 +16,7 @@ from rayzero.orchestrator.cluster.ray_api import ACTOR_LOST, death_cause, wait_g
 from rayzero.orchestrator.errors import JobFailedError, VaultLostError
 from rayzero.workers.chaos.node import network_id
 from rayzero.workers.chaos.spec import FaultSpec
+from rayzero.workers.lifetimes import NAMESPACE, VAULT, Owned, owned_name
 from rayzero.workers.messages import WorkerSpec
 from rayzero.workers.vault.actor import VAULT_COMMAND_THREADS, VaultActor
 
@@ -28,13 +31,19 @@ class VaultGroup:
     loop. Calls that name a node may raise VaultLostError.
 
     A lost vault is removed, so that the next `open` starts another one on its node.
+
+    Args:
+        orphan_s: as of `OrphanWatch`, also for workers.
     """
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, orphan_s: float = 0.0) -> None:
         self._spec = spec
+        self.orphan_s = orphan_s
         self._faults = spec.faults
         self._actor = ray.remote(VaultActor)
         self._vaults: dict[str, Any] = {}
+        self.attached: tuple[str, ...] = ()
+        """The nodes of the vaults that an earlier process has started."""
         self._shared_peers: dict[str, Any] = {}
         self._health_limit_s: float | None = None
 
@@ -42,21 +51,42 @@ class VaultGroup:
         """Makes each vault that starts later begin with a check of its node."""
         self._health_limit_s = limit_s
 
+    async def attach(self, vaults: Iterable[Owned]) -> None:
+        """Takes over those of these vaults that answer, which an earlier process of the job has
+        started."""
+        found: dict[str, Any] = {}
+        for vault in vaults:
+            with suppress(ValueError):  # it has ended
+                found[vault.what.removeprefix(VAULT).rpartition("-")[0]] = vault.actor()
+        answers = [asyncio.wait_for(it.address.remote(), _START_TIMEOUT_S) for it in found.values()]
+        replies = await asyncio.gather(*answers, return_exceptions=True)
+        for (node, actor), reply in zip(found.items(), replies, strict=True):
+            if isinstance(reply, str):
+                self._vaults[node] = actor
+            else:
+                ray.kill(actor)
+        self.attached = tuple(self._vaults)
+
     def start(self, node_id: str) -> None:
         """Starts a vault on a node that has none, without waiting for it."""
         if node_id in self._vaults:
             return
+        spec, what = self._spec, f"{VAULT}{node_id}-{secrets.token_hex(4)}"
         actor = self._actor.options(
+            name=owned_name(spec.name, spec.run, what),
+            namespace=NAMESPACE,
+            lifetime="detached",
             num_cpus=0,
             max_concurrency=VAULT_COMMAND_THREADS,
             max_restarts=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
         self._vaults[node_id] = actor.remote(
-            self._spec.name,
+            spec.name,
             node_id,
             self._faults,
-            self._spec.output_dir,
+            spec.output_dir,
+            self.orphan_s,
             self._health_limit_s,
         )
 

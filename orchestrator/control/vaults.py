@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
@@ -71,6 +72,12 @@ class VaultManager:
                     node: opened[node],
                 }
                 self._loop.spawn(self._poll_loop(node))
+
+    async def open_attached(self) -> None:
+        """Opens the vaults of an earlier process of the job, but those lost since."""
+        for node in self._group.attached:
+            with suppress(JobFailedError):
+                await self.ensure_open([node])
 
     async def open_with_retries(self, node: str, needed: Callable[[], bool]) -> bool:
         """Retries until that node has a vault. False once it is no longer needed."""

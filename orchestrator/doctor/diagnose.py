@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rayzero.orchestrator.doctor.collect import MachineFacts, SystemFacts
+from rayzero.orchestrator.doctor.probes import RAY_RECONNECT_S
 from rayzero.orchestrator.policies import health
 from rayzero.orchestrator.spec_sections import HealthSpec
 from rayzero.workers.probe_process import ProbeResult
@@ -170,6 +171,18 @@ def _check_cluster(probe: ProbeResult | None, address: str) -> Iterator[Finding]
     if facts["cpus"] < 1:
         fix = "worker nodes, or an autoscaler that adds them when a job asks"
         yield _warn("cluster resources", "no CPUs for workers", fix)
+    for job, number in facts["left"].items():
+        seen = f"job {job} has no process, and has left {number} actors and reservations"
+        fix = f"`rayzero stop {job} --address {address}`; they also end themselves"
+        yield _warn("leftovers", seen, fix)
+    short = [limit_s for limit_s in facts["reconnect_s"].values() if limit_s <= RAY_RECONNECT_S]
+    if short:
+        seen = (
+            f"the head can come back, but {len(short)} nodes end {max(short):g} s after it is "
+            "lost, and the workers there"
+        )
+        fix = "RAY_gcs_rpc_server_reconnect_timeout_s=600 in the environment of `ray start` there"
+        yield _warn("lost head", seen, fix)
     if facts["leaving"]:
         seen = f"nodes being drained: {facts['leaving']}"
         yield _warn("cluster resources", seen, "nothing; jobs do not use them")

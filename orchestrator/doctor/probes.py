@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,12 @@ from rayzero.engine.errors import RayzeroError, first_line
 _TEST_BYTES = 4 * 2**20
 _NODE_LIMIT_S = 15.0
 _NODES_LIMIT_S = 30.0  # less than that of the probe of the whole cluster
+_ANSWER_S = 10.0  # of nodes, which may have to start a process first
+_MAX_NODES = 64  # that are asked
+_STORES = ("RAY_REDIS_ADDRESS", "RAY_gcs_storage_path")
+_RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+RAY_RECONNECT_S = 60.0
+"""Ray's default for the time that nodes wait for a lost head."""
 
 
 def check_cluster(address: str) -> dict[str, Any]:
@@ -28,8 +35,10 @@ def check_cluster(address: str) -> dict[str, Any]:
     address, or it rejects the connection."""
     from rayzero.orchestrator.cluster.connect import connect
     from rayzero.orchestrator.cluster.ray_api import draining_node_ids, node_snapshot
+    from rayzero.workers.lifetimes import find_owned, has_process
 
     with closing(connect(address)):
+        left = Counter(owned.job for owned in find_owned())
         nodes = node_snapshot()
         capacities = nodes.all_capacities
         return {
@@ -40,6 +49,8 @@ def check_cluster(address: str) -> dict[str, Any]:
             "free_gpus": nodes.total_free.gpus,
             "leaving": len(draining_node_ids()),
             "health": _check_nodes(),
+            "left": {job: left[job] for job in sorted(left) if not has_process(job)},
+            "reconnect_s": reconnect_limits(),
         }
 
 
@@ -54,19 +65,41 @@ def _check_node() -> dict[str, Any]:
 
 def _check_nodes() -> dict[str, Any]:
     """Returns the facts of each node's probe, with `clock`; or why there are none."""
-    from rayzero.orchestrator.cluster.ray_api import call_on_nodes
+    from rayzero.orchestrator.cluster.ray_api import ask_nodes, node_capacities, node_names
     from rayzero.workers.vault.health import clock_offset_s
 
     asked_s = time.time()
-    results = call_on_nodes(_check_node, _NODES_LIMIT_S)
+    names = node_names()
+    results = ask_nodes(_check_node, node_capacities(), _NODES_LIMIT_S)
     received_s = time.time()
     for facts in results.values():
         if isinstance(facts, dict):
             facts["clock"] = clock_offset_s(facts.pop("unix_s"), asked_s, received_s)
     return {
-        name: it if isinstance(it, dict) else {"trouble": first_line(it)}
-        for name, it in results.items()
+        f"{names[node]} ({node[:8]})": it if isinstance(it, dict) else {"trouble": first_line(it)}
+        for node, it in results.items()
     }
+
+
+def reconnect_limits() -> dict[str, float]:
+    """The time that the nodes of the connected cluster wait for a lost head, by id, if the head has
+    a store from which it can come back. Nodes that do not answer in time are left out."""
+    from rayzero.orchestrator.cluster.ray_api import ask_nodes, head_node_id, node_capacities
+
+    nodes = list(node_capacities())[:_MAX_NODES]
+    head = head_node_id()
+    answers = ask_nodes(read_settings, [] if head is None else [head], _ANSWER_S)
+    settings = [found for found in answers.values() if isinstance(found, dict)]
+    if not any(name in found for found in settings for name in _STORES):
+        return {}
+    answers = ask_nodes(read_settings, set(nodes) - {head}, _ANSWER_S)
+    found = {node: it for node, it in answers.items() if isinstance(it, dict)}
+    return {node: float(it.get(_RECONNECT) or RAY_RECONNECT_S) for node, it in found.items()}
+
+
+def read_settings() -> dict[str, str]:
+    """Returns those of Ray's settings in this process's environment that are about lost heads."""
+    return {name: os.environ[name] for name in (*_STORES, _RECONNECT) if name in os.environ}
 
 
 def check_storage(place: str) -> dict[str, Any]:

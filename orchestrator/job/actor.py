@@ -1,7 +1,8 @@
 """The Ray actor of a job: a process and an event loop for its controller.
 
-The actor is detached, so it outlives the client that submitted the job; it owns the workers and the
-vaults, which end with it. It ends itself once the job has ended and a client has fetched the end.
+The actor is detached, so it outlives the client that submitted the job. It ends the workers and the
+vaults, which are detached, too: they outlive it when its node is lost. It ends itself once the job
+has ended and a client has fetched the end.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -26,7 +27,7 @@ from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import Clock, with_timeout
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.checkpoint_store import CheckpointStore
-from rayzero.orchestrator.cluster.actor_pool import remove_stale_reservations
+from rayzero.orchestrator.cluster.leftovers import end_workers
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 from rayzero.orchestrator.control.components import Dependencies
@@ -59,12 +60,13 @@ from rayzero.orchestrator.results import (
 )
 from rayzero.orchestrator.spec import JobSpec
 from rayzero.workers.actor import RoleActor
+from rayzero.workers.lifetimes import end_owned
 
 FETCH_LINGER_S = 15.0
 """How long the process waits for its end to be fetched, if a client polled recently."""
 UNWATCHED_LINGER_S = 2.0  # the same if none did
 LOG_READ_LINGER_S = 5.0  # how long the process waits for the readers of its log
-RECORD_TIMEOUT_S = 5.0  # limit for recording the end in the cluster
+RECORD_TIMEOUT_S = 5.0  # limit for recording the end in the cluster, and for ending what is left
 START_WAIT_S = 10.0  # how long a command waits for a job that is starting
 JOURNAL_WAIT_S = 3.0  # how long `scale` waits for the journal's disk; less than its client does
 SUMMARY_RETRY_S = 1.0  # pause between two attempts to write `summary.json`
@@ -191,6 +193,7 @@ class JobActor:
             outcome = error
         except Exception as error:  # noqa: BLE001  # clients must see the end in any case
             outcome = internal_error(error)
+        await self._end_leftovers()
         ended = await self._record_end(outcome)
         if lease is not None:
             await asyncio.to_thread(lease.release)
@@ -205,6 +208,13 @@ class JobActor:
         await self._wait_log_readers()
         await asyncio.sleep(_REPLY_FLUSH_S)
         ray.kill(ray.get_runtime_context().current_actor)
+
+    async def _end_leftovers(self) -> None:
+        """Ends what the controller has not ended, such as a worker that an earlier process started.
+        What is left in spite of that ends itself."""
+        with suppress(RayError, TimeoutError):
+            async with asyncio.timeout(RECORD_TIMEOUT_S):
+                await asyncio.to_thread(end_owned, self._plan.spec.name)
 
     async def _acquire_lease(self) -> Lease:
         """Raises as `acquire_lease`."""
@@ -235,8 +245,12 @@ class JobActor:
 
     async def _run_job(self, lease: Lease) -> JobResult:
         plan = self._plan
-        await asyncio.to_thread(remove_stale_reservations, plan.spec.name)
+        inherited = await end_workers(plan.spec.name)  # first: they write into the folder
         past = await asyncio.to_thread(load_past_runs, plan, self._warn)
+        # Rollouts in a vault belong to the process that has opened them: with roles none is kept.
+        continued = past.lost.run if past.lost is not None and not plan.roles else ""
+        vaults = VaultGroup(plan.worker_spec, plan.spec.recovery.orphan_s)
+        await vaults.attach(await inherited.end_vaults(continued))
         if repeated := await asyncio.to_thread(repeated_result, plan, past.last):
             self._warn(repeated.note)
             return repeated
@@ -245,14 +259,18 @@ class JobActor:
             await asyncio.to_thread(ensure_command_server)
         with suppress(RayError):  # then the record of the last run is shown for a little longer
             await asyncio.to_thread(delete_ended, plan.spec.name)
-        run = self._run = await self._open_run(past, lease)
+        # Of all workers, by which vaults report the ends of their processes.
+        indices = count(inherited.first_index)
+        run = self._run = await self._open_run(past, lease, vaults, indices)
         if self._stop_requested:
             run.controller.post_event(machine.StopRequested())
         result = await run.controller.run()
         await save_summary(result, self._clock, self._plan.disk_limit_s, self._warn)
         return result
 
-    async def _open_run(self, past: PastRuns, lease: Lease) -> JobRun:
+    async def _open_run(
+        self, past: PastRuns, lease: Lease, vaults: VaultGroup, indices: Iterator[int]
+    ) -> JobRun:
         """Builds the run. Raises as `Telemetry`."""
         plan, warn = self._plan, self._warn
         # It exists if and only if the last run succeeded.
@@ -279,8 +297,6 @@ class JobActor:
                 f"Ray removes {plan.output_dir} some time after the job, with its log and summary: "
                 "checkpoint.path with a shared folder or a URL keeps them"
             )
-        vaults = VaultGroup(plan.worker_spec)
-        indices = count()  # of all workers, by which vaults report the ends of their processes
         workers = WorkerGroup(plan.worker_spec, clock, self._can_grow, vaults, indices=indices)
         roles = {
             role.name: WorkerGroup(

@@ -19,16 +19,15 @@ from ray.exceptions import (
 from ray.util import list_named_actors
 
 from rayzero.engine.errors import RayzeroError, first_line
-from rayzero.orchestrator.cluster.ray_api import NAMESPACE, death_cause, on_head_node
+from rayzero.orchestrator.cluster.ray_api import ON_HEAD, death_cause, head_node_id
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.job.actor import JobActor
 from rayzero.orchestrator.job.log import LogPosition, read_log
 from rayzero.orchestrator.plan import JobPlan
+from rayzero.workers.lifetimes import NAMESPACE, job_actor_name, job_of_actor
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-
-_ACTOR_PREFIX = "job-"
 
 MAX_RESTARTS = 20  # how often Ray restarts a job's process; each time it adopts its own run
 CALL_TIMEOUT_S = 15.0  # limit for a reply of a job's process, which a recovery may keep busy
@@ -58,13 +57,13 @@ class JobProcess:
         """Raises ValueError if a job of that name has a process already."""
         name = plan.spec.name
         actor = ray.remote(JobActor).options(
-            name=_ACTOR_PREFIX + name,
+            name=job_actor_name(name),
             namespace=NAMESPACE,
             lifetime="detached",
             num_cpus=0,
             max_concurrency=_MAX_CONCURRENT_CALLS,
             max_restarts=MAX_RESTARTS,
-            scheduling_strategy=on_head_node(),
+            resources=ON_HEAD,
         )
         return cls(name, actor.remote(plan, can_grow))
 
@@ -72,7 +71,7 @@ class JobProcess:
     def find(cls, name: str) -> JobProcess | None:
         """None if the cluster has no process of that job."""
         try:
-            return cls(name, ray.get_actor(_ACTOR_PREFIX + name, namespace=NAMESPACE))
+            return cls(name, ray.get_actor(job_actor_name(name), namespace=NAMESPACE))
         except ValueError:
             return None
 
@@ -108,7 +107,7 @@ def list_running() -> list[JobProcess]:
     """The jobs with a process in the connected cluster, sorted by name."""
     actors: list[dict[str, str]] = list_named_actors(all_namespaces=True)
     names = sorted(actor["name"] for actor in actors if actor["namespace"] == NAMESPACE)
-    jobs = [name.removeprefix(_ACTOR_PREFIX) for name in names if name.startswith(_ACTOR_PREFIX)]
+    jobs = [job for name in names if (job := job_of_actor(name)) is not None]
     return [process for job in jobs if (process := JobProcess.find(job)) is not None]
 
 
@@ -143,9 +142,9 @@ def read_job_log(
 def _read_log_on_head(path: Path, position: LogPosition) -> tuple[bytes, LogPosition]:
     if not ray.is_initialized():
         raise JobFailedError("the connection to the cluster is closed")
-    if (strategy := on_head_node()) is None:
+    if head_node_id() is None:
         raise JobFailedError("the cluster has no live head node")
-    task = ray.remote(read_log).options(num_cpus=0, scheduling_strategy=strategy)
+    task = ray.remote(read_log).options(num_cpus=0, resources=ON_HEAD)
     try:
         part: tuple[bytes, LogPosition] = ray.get(
             task.remote(path, position), timeout=HEAD_TASK_TIMEOUT_S

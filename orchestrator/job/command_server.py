@@ -38,6 +38,7 @@ from rayzero.orchestrator.cluster.command_client import (
 )
 from rayzero.orchestrator.cluster.connect import connect
 from rayzero.orchestrator.errors import internal_error
+from rayzero.workers.lifetimes import NAMESPACE
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -59,12 +60,12 @@ def ensure_command_server() -> None:
     is_local = dashboard.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
     actor = ray.remote(CommandServerActor).options(
         name=_ACTOR_NAME,
-        namespace=ray_api.NAMESPACE,
+        namespace=NAMESPACE,
         get_if_exists=True,
         lifetime="detached",
         num_cpus=0,
         max_restarts=-1,
-        scheduling_strategy=ray_api.on_head_node(),
+        resources=ray_api.ON_HEAD,
     )
     actor.remote("127.0.0.1" if is_local else "0.0.0.0")  # as the dashboard listens
 

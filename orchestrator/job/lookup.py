@@ -34,6 +34,7 @@ from rayzero.orchestrator.plan import LOG_FILE
 from rayzero.orchestrator.results import EndedJob, JobStatus, RoleStatus
 from rayzero.orchestrator.role_facts import RoleFacts
 from rayzero.orchestrator.spec import JOB_NAME, JOB_NAME_RULE, JobSpec
+from rayzero.workers.lifetimes import end_owned, has_process
 
 DEFAULT_CHECKPOINT_PATH = "runs"  # default of `checkpoint.path` in the job file
 
@@ -213,6 +214,20 @@ def find_any(name: str, address: str | None) -> RunningJob | EndedJob:
         fix="check the name; --address or RAY_ADDRESS for another cluster; --path with the "
         "checkpoint.path of its job file if the job, or its cluster, has ended",
     )
+
+
+def end_leftovers(name: str, address: str | None) -> int:
+    """Ends the actors and placement groups that a job has left in the clusters of `find_running`,
+    where it has no process any more; returns their number. Raises as `connect_each`."""
+    number = 0
+    for cluster in connect_each(address):
+        try:
+            if not has_process(name):
+                number += len(end_owned(name))
+        except BaseException:
+            cluster.close()
+            raise
+    return number
 
 
 def _in_cluster(name: str, cluster: ClusterConnection) -> RunningJob | None:

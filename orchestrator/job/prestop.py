@@ -1,7 +1,9 @@
 """preStop hook of a head pod: stops the jobs of a cluster, each with a last checkpoint.
 
-`python -m rayzero.orchestrator.job.prestop SECONDS`. The jobs' processes run on the head node;
-without them no worker would write a last checkpoint.
+`python -m rayzero.orchestrator.job.prestop SECONDS [unless-workers-stay]`. The jobs' processes run
+on the head node; without them no worker would write a last checkpoint. Where a head comes back to
+what it was, its jobs go on, unless all nodes end with it (an uninstall, a suspended job), whose
+own hooks then drain them.
 """
 
 from __future__ import annotations
@@ -12,6 +14,11 @@ from contextlib import closing
 from time import monotonic, sleep
 
 from rayzero.orchestrator.cluster.connect import connect
+from rayzero.orchestrator.cluster.ray_api import (
+    draining_node_ids,
+    head_node_id,
+    node_capacities,
+)
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.job.actor import JobActor
 from rayzero.orchestrator.job.client import JobProcess, JobProcessLostError, list_running
@@ -36,6 +43,17 @@ def stop_all_jobs(limit_s: float) -> int:
     return 1 if running else 0
 
 
+def all_nodes_leave(limit_s: float) -> bool:
+    """Whether every node of the connected cluster but the head is drained before the limit."""
+    deadline_s = monotonic() + limit_s
+    while staying := node_capacities().keys() - {head_node_id()} - draining_node_ids():
+        if monotonic() > deadline_s:
+            print(f"{len(staying)} nodes stay: no job is stopped", flush=True)
+            return False
+        sleep(_POLL_S)
+    return True
+
+
 def _has_ended(job: JobProcess) -> bool:
     try:
         return job.call(JobActor.spec, timeout_s=_CALL_TIMEOUT_S) is None
@@ -47,7 +65,10 @@ def _has_ended(job: JobProcess) -> bool:
 
 def main() -> int:
     with closing(connect(os.environ.get("RAY_ADDRESS") or "auto")):
-        return stop_all_jobs(float(sys.argv[1]))
+        deadline_s = monotonic() + float(sys.argv[1])
+        if "unless-workers-stay" in sys.argv and not all_nodes_leave(float(sys.argv[1]) / 4):
+            return 0
+        return stop_all_jobs(deadline_s - monotonic())
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ objects say of each other (labels, ports, mounts, times) is there. For each scen
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -295,7 +295,7 @@ def test_job_file_fits_the_pods(scenario: str, tmp_path: Path) -> None:
     )
     worker_command = container_of(objects, "worker")["lifecycle"]["preStop"]["exec"]["command"]
     assert worker_command == ["python", "-m", "rayzero.workers.prestop", str(before_s)]
-    *module, limit_s = head["lifecycle"]["preStop"]["exec"]["command"]
+    *module, limit_s = head["lifecycle"]["preStop"]["exec"]["command"][:4]
     assert module == ["python", "-m", "rayzero.orchestrator.job.prestop"]
     assert before_s < int(limit_s) < of_head_s
     assert before_s < of_worker_s
@@ -328,6 +328,36 @@ def test_values_become_secret_references() -> None:
     assert options["redisPassword"] == {
         "valueFrom": {"secretKeyRef": {"name": "redis", "key": "password"}}
     }
+    assert "RAY_gcs_storage" not in env_of(render_scenario("locked-down"), "head")
     for role in ROLES:
         container = container_of(render_scenario("s3"), role)
         assert {"secretRef": {"name": "training-bucket"}} in container["envFrom"]
+
+
+@pytest.mark.parametrize("size", ["2Gi", ""])
+def test_head_keeps_its_state_in_files_of_its_cluster(size: str) -> None:
+    """Workers wait for it as long as the job does, and its end stops a job only with theirs."""
+    values = {"enabled": True, "backend": "rocksdb", "storage": {"size": size}}
+    recovery = {"spec": {"recovery": {"orphan_s": 900}}}
+    objects = render({"gcsFaultTolerance": values, "job": recovery})
+    assert "gcsFaultToleranceOptions" not in cluster_spec(objects)
+    head, worker = (env_of(objects, role) for role in ROLES)
+    assert head["RAY_gcs_storage"] == {"value": "rocksdb"}
+    assert head["RAY_gcs_storage_path"] == {"value": "/var/lib/ray-gcs/$(RAYZERO_CLUSTER)"}
+    assert "RAY_gcs_storage" not in worker
+    assert worker["RAY_gcs_rpc_server_reconnect_timeout_s"] == {"value": "900"}
+    (volume,) = [it for it in find_pod(objects, "head")["spec"]["volumes"] if it["name"] == "gcs"]
+    claims = [it["metadata"]["name"] for it in objects if it["kind"] == "PersistentVolumeClaim"]
+    claim = (
+        {"persistentVolumeClaim": {"claimName": "demo-rayzero-gcs"}} if size else {"emptyDir": {}}
+    )
+    assert volume == {"name": "gcs", **claim}
+    assert ("demo-rayzero-gcs" in claims) == bool(size)
+    hook = container_of(objects, "head")["lifecycle"]["preStop"]["exec"]["command"]
+    assert hook[-1] == "unless-workers-stay"
+
+
+def env_of(objects: Sequence[Object], role: str) -> dict[str, Any]:
+    """The values of a pod's variables, by name."""
+    variables = container_of(objects, role)["env"]
+    return {it["name"]: {key: it[key] for key in it if key != "name"} for it in variables}

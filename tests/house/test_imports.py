@@ -36,7 +36,8 @@ _RAY = """
 orchestrator.cluster.actor_pool orchestrator.cluster.connect orchestrator.cluster.job_submission
 orchestrator.cluster.ray_api orchestrator.cluster.vault_group orchestrator.cluster.worker_group
 orchestrator.job.actor orchestrator.job.api orchestrator.job.client orchestrator.job.command_server
-orchestrator.job.ended_jobs workers.actor workers.prestop workers.vault.actor
+orchestrator.job.ended_jobs workers.actor workers.lifetimes workers.prestop
+workers.vault.actor
 """
 RAY_MODULES = ["rayzero.data.ray_blocks", *(f"rayzero.{name}" for name in _RAY.split())]
 

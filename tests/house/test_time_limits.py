@@ -116,6 +116,7 @@ REASONS = {
         orchestrator.cluster.addresses: DEFAULT_PROBE_S
         orchestrator.cluster.command_client: _REPLY_TIMEOUT_S
         orchestrator.cluster.vault_group: _START_TIMEOUT_S
+        orchestrator.doctor.probes: _ANSWER_S
     """,
     "of a process that uses no CPU, or the least of a limit that is learned from steps": """
         workers.vault.process_watch: STALLED_S
@@ -128,6 +129,9 @@ REASONS = {
         orchestrator.spec: MAX_LEASE_S
         orchestrator.cluster.addresses: MAX_PROBE_S
         orchestrator.numbers: MAX_UNIX_S
+    """,
+    "a default of Ray, which is compared with a setting": """
+        orchestrator.doctor.probes: RAY_RECONNECT_S
     """,
     "the default of an argument": """
         engine.data.streams.api: _READ_TIMEOUT_S

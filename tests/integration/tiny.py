@@ -38,7 +38,7 @@ class TinyWorker:
         gate: the worker waits at start until this file exists, after creating `{gate}-{index}`.
     """
 
-    def __init__(self, spec: WorkerSpec, index: int) -> None:
+    def __init__(self, spec: WorkerSpec, index: int, orphan_s: float) -> None:
         self._index = index
         self._crash_file = spec.args.get("crash_file", "")
         self._gate = spec.args.get("gate", "")

@@ -630,6 +630,7 @@ class FakeVaultGroup:
         self.may_write.set()
         self._buffers = count(1)
         self.opening_rollouts = False
+        self.attached: tuple[str, ...] = ()
         self._cluster = cluster
 
     def has_buffer(self, address: BufferAddress | None) -> bool:

@@ -22,6 +22,7 @@ from rayzero.engine.errors import RayzeroError
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, inject_store_faults
 from rayzero.workers.chaos.node import inject_node_fault, why_impossible
 from rayzero.workers.chaos.spec import FaultFired, FaultSpec
+from rayzero.workers.lifetimes import VAULT_ASKS, OrphanWatch
 from rayzero.workers.vault.images import VERIFY_S_PER_BYTE
 from rayzero.workers.vault.records import SlotRef, VaultEvent, VaultGoneError
 from rayzero.workers.vault.vault import Vault
@@ -40,6 +41,7 @@ class VaultActor(Vault):
         node_id: the node that this actor runs on.
         faults: the job's faults; those of the store are injected here.
         output_dir: the folder of the record of injected faults.
+        orphan_s: as of `OrphanWatch`.
         health_limit_s: of a check of the node that begins now; None: it is not checked.
     """
 
@@ -49,6 +51,7 @@ class VaultActor(Vault):
         node_id: str,
         faults: Sequence[FaultSpec] = (),
         output_dir: str = "",
+        orphan_s: float = 0.0,
         health_limit_s: float | None = None,
     ) -> None:
         with suppress(OSError):  # Ray raises workers' niceness; detecting a death must not wait
@@ -61,6 +64,7 @@ class VaultActor(Vault):
         super().__init__(job, node_id, self._fetch_remote, before_write=before_write)
         if health_limit_s is not None:
             self.check_health(health_limit_s)
+        OrphanWatch(orphan_s, VAULT_ASKS)
 
     def set_peers(self, peers: Mapping[str, Any]) -> None:
         """Replaces the actor handles of the other nodes' vaults, by node id."""

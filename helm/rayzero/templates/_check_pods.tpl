@@ -1,13 +1,13 @@
 {{/* What the chart or KubeRay sets in a pod, and no value may: (dict "path" "pod") */}}
 {{- define "rayzero.check.pod" -}}
 {{- $path := .path -}}
-{{- $volumes := list "tmp" "work" "shared-mem" "job" "code" "git" "checkpoints" "credentials" -}}
+{{- $volumes := list "tmp" "work" "shared-mem" "job" "gcs" "code" "git" "checkpoints" "credentials" -}}
 {{- range $index, $volume := .pod.volumes -}}
 {{- if has $volume.name $volumes -}}
 {{- fail (printf "%s.volumes[%d].name: %s is a volume of the chart (as are %s); take another name, or change the chart's own by %s.podTemplate" $path $index $volume.name (join ", " $volumes) $path) -}}
 {{- end -}}
 {{- end -}}
-{{- $folders := list "/tmp" "/work" "/dev/shm" "/code" "/etc/rayzero" "/etc/rayzero-credentials" -}}
+{{- $folders := list "/tmp" "/work" "/dev/shm" "/var/lib/ray-gcs" "/code" "/etc/rayzero" "/etc/rayzero-credentials" -}}
 {{- range $index, $mount := .pod.volumeMounts -}}
 {{- if has (trimSuffix "/" $mount.mountPath) $folders -}}
 {{- fail (printf "%s.volumeMounts[%d].mountPath: the chart mounts %s itself (also %s); take another folder, or change the chart's own by %s.podTemplate" $path $index $mount.mountPath (join ", " $folders) $path) -}}
@@ -15,6 +15,8 @@
 {{- end -}}
 {{- $redis := "gcsFaultTolerance" -}}
 {{- $instead := dict "RAY_REDIS_ADDRESS" $redis "REDIS_PASSWORD" $redis "REDIS_USERNAME" $redis
+  "RAY_gcs_storage" $redis "RAY_gcs_storage_path" $redis
+  "RAY_gcs_rpc_server_reconnect_timeout_s" "job.spec.recovery.orphan_s"
   "RAY_enable_autoscaler_v2" "autoscaler.version" "RAYZERO_COMMAND_PORT" "head.commandPort" "RAY_AUTH_MODE" "auth.enabled" -}}
 {{- range $index, $entry := .pod.env -}}
 {{- with get $instead $entry.name -}}

@@ -46,7 +46,7 @@ tlsOptions:
   enabled: true
 {{- end }}
 {{- with .Values.gcsFaultTolerance }}
-{{- if .enabled }}
+{{- if and .enabled (eq .backend "redis") }}
 gcsFaultToleranceOptions:
   redisAddress: {{ .redisAddress }}
   {{- if .passwordSecret.name }}

@@ -32,6 +32,15 @@
 {{- default (printf "%s-checkpoints" (include "rayzero.fullname" .)) .Values.storage.pvc.existingClaim -}}
 {{- end -}}
 
+{{/* Whether the head keeps its state in files: "true" or empty. */}}
+{{- define "rayzero.gcs.files" -}}
+{{- with .Values.gcsFaultTolerance -}}{{- if and .enabled (eq .backend "rocksdb") -}}true{{- end -}}{{- end -}}
+{{- end -}}
+
+{{- define "rayzero.gcs.claim" -}}
+{{- default (printf "%s-gcs" (include "rayzero.fullname" .)) .Values.gcsFaultTolerance.storage.existingClaim -}}
+{{- end -}}
+
 {{/* KubeRay sets app.kubernetes.io/name of pods itself, so it is in no selector. */}}
 {{- define "rayzero.selector" -}}
 app.kubernetes.io/instance: {{ .Release.Name }}

@@ -195,7 +195,7 @@ spec:
       lifecycle:
         preStop:
           exec:
-            command: [python, -m, rayzero.orchestrator.job.prestop, {{ add $gracePeriod 5 | quote }}]
+            command: [python, -m, rayzero.orchestrator.job.prestop, {{ add $gracePeriod 5 | quote }}{{ if $root.Values.gcsFaultTolerance.enabled }}, unless-workers-stay{{ end }}]
       {{- end }}
       {{- else }}
       ports:
@@ -226,6 +226,9 @@ spec:
         {{- if and (eq .role "head") (eq $root.Values.mode "job") }}
         - {name: job, mountPath: /etc/rayzero, readOnly: true}
         {{- end }}
+        {{- if and (eq .role "head") (include "rayzero.gcs.files" $root) }}
+        - {name: gcs, mountPath: /var/lib/ray-gcs}
+        {{- end }}
         {{- if $root.Values.code.git.repository }}
         - {name: code, mountPath: /code, readOnly: true}
         {{- end }}
@@ -243,6 +246,16 @@ spec:
     {{- if and (eq .role "head") (eq $root.Values.mode "job") }}
     - name: job
       configMap: {name: {{ include "rayzero.jobname" $root }}-job}
+    {{- end }}
+    {{- if and (eq .role "head") (include "rayzero.gcs.files" $root) }}
+    - name: gcs
+      {{- with $root.Values.gcsFaultTolerance.storage }}
+      {{- if or .existingClaim .size }}
+      persistentVolumeClaim: {claimName: {{ include "rayzero.gcs.claim" $root }}}
+      {{- else }}
+      emptyDir: {}
+      {{- end }}
+      {{- end }}
     {{- end }}
     {{- with $root.Values.code.git }}
     {{- if .repository }}
@@ -279,6 +292,17 @@ spec:
 - {name: RAY_health_check_failure_threshold, value: {{ int .failureThreshold | quote }}}
 - {name: RAY_grpc_client_keepalive_time_ms, value: {{ int .keepaliveTimeMs | quote }}}
 - {name: RAY_grpc_client_keepalive_timeout_ms, value: {{ int .keepaliveTimeoutMs | quote }}}
+{{- end }}
+{{- if $values.gcsFaultTolerance.enabled }}
+{{- $recovery := $values.job.spec.recovery | default dict }}
+- {name: RAY_gcs_rpc_server_reconnect_timeout_s, value: {{ $recovery.orphan_s | default 600 | float64 | ceil | int | quote }}}
+{{- end }}
+{{- if and (eq .role "head") (include "rayzero.gcs.files" .root) }}
+- name: RAYZERO_CLUSTER
+  valueFrom:
+    fieldRef: {fieldPath: "metadata.labels['ray.io/cluster']"}
+- {name: RAY_gcs_storage, value: rocksdb}
+- {name: RAY_gcs_storage_path, value: /var/lib/ray-gcs/$(RAYZERO_CLUSTER)}
 {{- end }}
 {{- if eq .role "head" }}
 - {name: RAYZERO_COMMAND_PORT, value: {{ int $values.head.commandPort | quote }}}

@@ -14,6 +14,7 @@ import pytest
 from rayzero.orchestrator.cluster import ray_api
 from rayzero.orchestrator.cluster.actor_pool import ActorPool, Reservation
 from rayzero.orchestrator.cluster.ray_api import NodeTable
+from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_group import WAITING_INTERVAL_S, WorkerGroup
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.policies.placement import Capacity, ResourceRequest
@@ -82,7 +83,8 @@ class RecordedActor:
         self._options = options
         return self
 
-    def remote(self, spec: Any, index: int) -> None:
+    def remote(self, spec: Any, index: int, orphan_s: float) -> None:
+        assert orphan_s == 600
         self.started.append(self._options)
 
 
@@ -94,10 +96,12 @@ def test_threads_are_the_nodes_unless_given(
     tmp_path: Path, cpus: float, gpus: float, threads: int, expected: int
 ):
     env = {"NCCL_DEBUG": "INFO"}
-    pool: Any = ActorPool(make_spec(tmp_path), cast(Any, None), cast(Any, None), count(), object)
+    vaults = VaultGroup(make_spec(tmp_path), orphan_s=600)
+    pool: Any = ActorPool(make_spec(tmp_path), cast(Any, None), vaults, count(), object)
     pool._actor, pool._capacities = RecordedActor(), {"node": Capacity(cpus, gpus)}
     need = ResourceRequest(1, 1, 1.0, 1.0, 30.0, threads, env)
     pool._start(Reservation(None), "node", need)  # type: ignore[arg-type]
     (options,) = pool._actor.started
     assert (options["num_cpus"], options["num_gpus"]) == (1, 1)
+    assert (options["name"], options["lifetime"]) == ("rayzero/tiny//0", "detached")
     assert options["runtime_env"]["env_vars"] == {**env, "OMP_NUM_THREADS": str(expected)}

@@ -42,7 +42,16 @@ TORCH = {
     "nccl_s": 0.4,
 }
 CPU = {"torch": "2.13.0+cpu", "built_for_cuda": None, "devices": [], "gloo": True, "gloo_s": 0.2}
-CLUSTER = {"nodes": 3, "cpus": 8.0, "gpus": 2.0, "free_cpus": 8.0, "free_gpus": 2.0, "leaving": 0}
+CLUSTER: dict[str, Any] = {
+    "nodes": 3,
+    "cpus": 8.0,
+    "gpus": 2.0,
+    "free_cpus": 8.0,
+    "free_gpus": 2.0,
+    "leaving": 0,
+    "left": {},
+    "reconnect_s": {"a": 600.0},
+}
 STORAGE = {"write_s": 0.1, "nbytes": 4 * 2**20, "free_bytes": 2**40}
 HEALTH = {"compute": 50.0, "memory": 12.0, "disk": 76.0}
 SLOW = {name: {**HEALTH, "trouble": ""} for name in ("a", "b")} | {"c": HEALTH | {"memory": 3.1}}
@@ -111,6 +120,13 @@ PROBLEMS: dict[str, tuple[SystemFacts, str, Severity, str]] = {
     "stray token": (machine(stray_token=True), "ray token", WARN, "RAY_AUTH_MODE"),
     "no cluster": (cluster("there is no Ray cluster"), "cluster", FAIL, "--address"),
     "empty cluster": (cluster(cpus=0.0), "cluster resources", WARN, "autoscaler"),
+    "a lost job": (cluster(left={"gpt": 6}), "leftovers", WARN, "job gpt has no process"),
+    "nodes end": (
+        cluster(reconnect_s={"a": 60.0, "b": 600.0}),
+        "lost head",
+        WARN,
+        "1 nodes end 60 s after it is lost",
+    ),
     "draining nodes": (cluster(leaving=1), "cluster resources", WARN, "nodes being drained: 1"),
     "slow node": (
         cluster(health=SLOW),

@@ -1,0 +1,135 @@
+"""A cluster with a store for its head's state: training goes on while the head is away."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from rayzero.engine.data.sample_ledger import read_ledger
+from rayzero.engine.errors import ConfigError
+from rayzero.orchestrator.cluster.connect import connect
+from rayzero.orchestrator.doctor.probes import check_cluster
+from rayzero.orchestrator.job.api import Job
+from rayzero.orchestrator.job.client import JobProcess
+from rayzero.orchestrator.progress import StepRecord
+from rayzero.workers.lifetimes import find_owned
+from tests.integration.steady_job import latest_step, steady_job, wait_for
+from tests.orchestrator.support import EventLog
+from tests.support.durable_head import DurableHead
+from tests.support.token_head import ROOT
+from tests.support.token_head import wait_for as wait_until
+
+pytestmark = pytest.mark.slow
+LIMIT_S = 100.0
+STEPS_ALONE = 20
+
+
+def test_training_outlives_the_head_and_nothing_outlives_the_job(tmp_path: Path):
+    cluster = DurableHead(tmp_path, cpus=2)
+    try:
+        run_driver(cluster, "begin", tmp_path)
+        ledger = tmp_path / "steady" / "ledger"
+        cluster.lose_head()
+        step = max(read_ledger(ledger))
+        wait_until(lambda: max(read_ledger(ledger)) > step + STEPS_ALONE, LIMIT_S, "training")
+        assert len(cluster.processes("ray::WorkerActor")) == 2
+        assert not cluster.processes("ray::JobActor")
+        cluster.start_head()
+        assert run_driver(cluster, "go_on", tmp_path)["left"] == []
+        before, after = steps_by_generation(ledger)
+        assert before[-1] > step + STEPS_ALONE
+        assert before + after == [*range(1, after[-1] + 1)], "no step is lost or made again"
+        events = (tmp_path / "steady" / "events.jsonl").read_text().splitlines()
+        kinds = [json.loads(line)["kind"] for line in events]
+        assert (kinds.count("begun"), kinds[-1]) == (2, "ended")
+        run_driver(cluster, "lose_process", tmp_path)
+        titles = "ray::WorkerActor", "ray::VaultActor", "ray::JobActor"
+        wait_until(lambda: not cluster.processes(*titles), LIMIT_S, "the end of all processes")
+    finally:
+        cluster.close()
+
+
+def steps_by_generation(ledger: Path) -> list[list[int]]:
+    """The steps that all ranks of each generation have finished."""
+    found = []
+    for number in sorted({file.name.split("-rank-")[0] for file in ledger.rglob("*.jsonl")}):
+        ranks = [
+            {json.loads(line)["step"] for line in file.open()}
+            for file in ledger.rglob(f"{number}-rank-*.jsonl")
+        ]
+        found.append(sorted(set.intersection(*ranks)))
+    return found
+
+
+def run_driver(cluster: DurableHead, stage: str, folder: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", __name__, stage, str(folder), cluster.address]
+    done = subprocess.run(
+        command, cwd=ROOT, env=cluster.env, capture_output=True, text=True, timeout=3 * LIMIT_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return seen
+
+
+def begin(folder: Path, address: str) -> dict[str, Any]:
+    event_log = EventLog()
+    handle = job(folder, "steady").submit(address=address, observer=event_log)
+    wait_for(handle, lambda: latest_step(event_log) > 10)
+    return {}
+
+
+def go_on(folder: Path, address: str) -> dict[str, Any]:
+    """Attach to the job once Ray has restarted its process, and stop it."""
+    event_log = EventLog()
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        try:
+            handle = Job.attach("steady", address, event_log)
+            break
+        except ConfigError:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    wait_for(handle, lambda: len(event_log.of(StepRecord)) > 10)
+    handle.stop()
+    assert handle.wait(LIMIT_S)
+    with closing(connect(address)):
+        return {"left": [str(owned) for owned in find_owned()]}
+
+
+def lose_process(folder: Path, address: str) -> dict[str, Any]:
+    """A job whose process is gone for good, as after many restarts: what it left ends itself."""
+    event_log = EventLog()
+    handle = job(folder, "lost").submit(address=address, observer=event_log)
+    wait_for(handle, lambda: latest_step(event_log) > 3)
+    process = JobProcess.find("lost")
+    assert process is not None
+    assert len(find_owned("lost")) == 5, "two workers, their reservations, a vault"
+    ray.kill(process.actor)
+    assert check_cluster("auto")["left"] == {"lost": 5}
+    wait_until(lambda: not find_owned("lost"), LIMIT_S, "the end of orphans")
+    return {}
+
+
+def job(folder: Path, name: str) -> Job:
+    """Whose only copies of the state are in memory."""
+    return steady_job(
+        folder,
+        name,
+        ledger=True,
+        args={"pause_s": 0.1},
+        checkpoint={"path": str(folder), "every_steps": 1_000_000},
+        recovery={"mirror_every": 1, "orphan_s": 60},
+    )
+
+
+if __name__ == "__main__":
+    stage = {"begin": begin, "go_on": go_on, "lose_process": lose_process}[sys.argv[1]]
+    print(json.dumps(stage(Path(sys.argv[2]), sys.argv[3])), flush=True)
