@@ -1,26 +1,59 @@
-"""The vaults of a job: Ray actors, one on every node with a worker."""
+"""The vaults of a job, one on every node with a worker: Ray actors, called over their streams."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, TypeVarTuple
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rayzero.orchestrator.cluster.node_links import NodeLink
 from rayzero.orchestrator.cluster.ray_api import ACTOR_LOST, death_cause, wait_gone
 from rayzero.orchestrator.errors import JobFailedError, VaultLostError
+from rayzero.workers.agent.link import AgentAddress, Attach
 from rayzero.workers.chaos.node import network_id
 from rayzero.workers.chaos.spec import FaultSpec
 from rayzero.workers.messages import WorkerSpec
-from rayzero.workers.vault.actor import VAULT_COMMAND_THREADS, VaultActor
+from rayzero.workers.vault.actor import VAULT_CALL_THREADS, VaultActor
+from rayzero.workers.vault.records import VaultEvent
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 _START_TIMEOUT_S = 60.0
+_UNAVAILABLE_PAUSE_S = 1.0
+
+
+@dataclass(eq=False)
+class _NodeVault:
+    """A node's vault.
+
+    Args:
+        opening: makes its stream, once somebody waits for it. It is not cancelled, which would
+            cancel those that wait: the end of the process or of the stream ends it.
+        life: waits for its end by Ray, which knows the cause.
+    """
+
+    actor: Any
+    address: AgentAddress | None = None
+    link: NodeLink | None = None
+    opening: asyncio.Task[str] | None = None
+    life: asyncio.Task[None] | None = None
+    ended: bool = False
+
+    def end(self, cause: str) -> None:
+        """Ends the process and the stream."""
+        self.ended = True
+        if self.life is not None:
+            self.life.cancel()
+        if self.link is not None:
+            self.link.end(VaultLostError(cause))
+        ray.kill(self.actor)  # it may live: Ray could not reach it for a while
 
 
 class VaultGroup:
@@ -28,13 +61,17 @@ class VaultGroup:
     loop. Calls that name a node may raise VaultLostError.
 
     A lost vault is removed, so that the next `open` starts another one on its node.
+
+    Args:
+        epoch: of this controller's claim on the job: vaults obey none with a lower one.
     """
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, epoch: int = 0) -> None:
         self._spec = spec
         self._faults = spec.faults
+        self._attach = Attach(epoch, os.urandom(16))
         self._actor = ray.remote(VaultActor)
-        self._vaults: dict[str, Any] = {}
+        self._vaults: dict[str, _NodeVault] = {}
         self._shared_peers: dict[str, Any] = {}
 
     def start(self, node_id: str) -> None:
@@ -43,12 +80,12 @@ class VaultGroup:
             return
         actor = self._actor.options(
             num_cpus=0,
-            max_concurrency=VAULT_COMMAND_THREADS,
+            max_concurrency=VAULT_CALL_THREADS,
             max_restarts=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        self._vaults[node_id] = actor.remote(
-            self._spec.name, node_id, self._faults, self._spec.output_dir
+        self._vaults[node_id] = _NodeVault(
+            actor.remote(self._spec.name, node_id, self._faults, self._spec.output_dir)
         )
 
     async def open(self, node_ids: Sequence[str]) -> dict[str, str]:
@@ -60,8 +97,11 @@ class VaultGroup:
             addresses = await asyncio.wait_for(starts, _START_TIMEOUT_S)
         except TimeoutError:
             raise JobFailedError(
-                f"the vaults' processes did not start within {_START_TIMEOUT_S:g} s",
-                allowed="one actor with num_cpus=0 on every node of the job",
+                f"the vaults' processes did not start within {_START_TIMEOUT_S:g} s, or their TCP"
+                f" ports cannot be reached: {self._unreachable()}",
+                allowed="one actor with num_cpus=0 on every node of the job, and connections from"
+                " the head to any port of these nodes",
+                fix="Open the ports of net.ipv4.ip_local_port_range to the head.",
             ) from None
         await self._share_peers()
         return dict(zip(nodes, addresses, strict=True))
@@ -69,17 +109,14 @@ class VaultGroup:
     async def call(self, node_id: str, method: Callable[[Any, *Ts], T], *args: *Ts) -> T:
         """Calls `method`, one of `Vault`, in a node's vault, and raises what it raises;
         VaultLostError if the vault's process or its node is gone."""
-        if node_id not in self._vaults:
-            raise VaultLostError(f"node {node_id} has no vault")
-        actor = self._vaults[node_id]
-        try:
-            reply: T = await getattr(actor, method.__name__).remote(*args)
-            return reply
-        except ACTOR_LOST as error:
-            if node_id in self._vaults and self._vaults[node_id] is actor:
-                del self._vaults[node_id]
-                ray.kill(actor)  # it may live: Ray could not reach it for a while
-            raise VaultLostError(death_cause(error)) from None
+        reply: T = await self._of_link(node_id, lambda link: link.call(method.__name__, *args))
+        return reply
+
+    async def events(self, node_id: str) -> list[VaultEvent]:
+        """What has happened on a node since the last call, which waits until there is something,
+        or for a second at most while the vault serves."""
+        events: list[VaultEvent] = await self._of_link(node_id, NodeLink.events)
+        return events
 
     async def inject_faults(self, faults: Sequence[FaultSpec]) -> None:
         """Replaces the faults that were injected since the job started, in every vault, also in
@@ -103,41 +140,88 @@ class VaultGroup:
 
     async def close(self, node_id: str) -> None:
         """Ends a node's vault, if it has one. Ray's autoscaler keeps a node with a vault alive."""
-        actor = self._vaults.pop(node_id, None)
-        if actor is not None:
-            ray.kill(actor)
-            await wait_gone([actor.usage])
+        vault = self._vaults.pop(node_id, None)
+        if vault is not None:
+            vault.end("it was closed")
+            await wait_gone([vault.actor.usage])
 
     async def release(self) -> None:
         """Ends all vaults. May be called at any time, repeatedly."""
-        actors = list(self._vaults.values())
+        vaults = list(self._vaults.values())
         self._vaults, self._shared_peers = {}, {}
-        for actor in actors:
-            ray.kill(actor)
-        await wait_gone(actor.usage for actor in actors)
+        for vault in vaults:
+            vault.end("it was closed")
+        await wait_gone(vault.actor.usage for vault in vaults)
+
+    async def _of_link(self, node_id: str, request: Callable[[NodeLink], Awaitable[Any]]) -> Any:
+        vault = self._vaults.get(node_id)
+        if vault is None or vault.link is None:
+            raise VaultLostError(f"node {node_id} has no vault")
+        try:
+            return await request(vault.link)
+        except VaultLostError as lost:
+            self._remove(node_id, vault, str(lost))
+            raise
 
     async def _start_and_wait(self, node_id: str, retry: bool = True) -> str:
         """The address of a node's vault. A lost one is started again, once."""
         self.start(node_id)
+        vault = self._vaults[node_id]
+        if vault.opening is None:
+            vault.opening = asyncio.create_task(self._open_stream(vault))
         try:
-            return await self.call(node_id, VaultActor.address)
-        except VaultLostError:
+            return await asyncio.shield(vault.opening)
+        except (VaultLostError, *ACTOR_LOST) as lost:
+            self._remove(node_id, vault, str(lost))
             if not retry:
-                raise
+                cause = death_cause(lost) if isinstance(lost, RayError) else str(lost)
+                raise VaultLostError(cause) from None
             return await self._start_and_wait(node_id, retry=False)
         except RayError as error:
             raise JobFailedError(f"a vault could not start: {death_cause(error)}") from None
 
+    async def _open_stream(self, vault: _NodeVault) -> str:
+        vault.address = await vault.actor.open.remote()
+        if vault.ended:
+            raise VaultLostError("it was closed")
+        vault.link = NodeLink(vault.address, self._attach)
+        vault.life = asyncio.create_task(self._watch(vault.actor, vault.link))
+        await vault.link.attached()
+        return vault.address.vault
+
+    async def _watch(self, actor: Any, link: NodeLink) -> None:
+        """Ends the stream with the cause that Ray knows, once the vault's process has ended."""
+        while True:
+            try:
+                await actor.wait_end.remote()
+            except ActorUnavailableError:  # it lives, as far as Ray knows
+                await asyncio.sleep(_UNAVAILABLE_PAUSE_S)
+            except RayError as error:
+                link.end(VaultLostError(death_cause(error)))
+                return
+
+    def _remove(self, node_id: str, vault: _NodeVault, cause: str) -> None:
+        if self._vaults.get(node_id) is vault:
+            del self._vaults[node_id]
+            vault.end(cause)
+
+    def _unreachable(self) -> str:
+        """The vaults that have started, and do not answer."""
+        waiting = [it for it in self._vaults.values() if it.opening and not it.opening.done()]
+        addresses = [vault.address for vault in waiting]
+        return ", ".join(f"{it.host}:{it.port}" for it in addresses if it is not None) or "none"
+
     async def _share_peers(self) -> None:
         """Gives every vault the handles of the others, if they have changed since last time."""
-        vaults = dict(self._vaults)
+        vaults = {node: vault.actor for node, vault in self._vaults.items()}
         if vaults == self._shared_peers:
             return
         calls = []
         for node in vaults:
             peers = {peer: vault for peer, vault in vaults.items() if peer != node}
-            calls.append(self.call(node, VaultActor.set_peers, peers))
-        for reply in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(reply, BaseException):
-                raise reply
+            calls.append(vaults[node].set_peers.remote(peers))
+        try:
+            await asyncio.gather(*calls)
+        except ACTOR_LOST as error:
+            raise VaultLostError(death_cause(error)) from None
         self._shared_peers = vaults

@@ -273,7 +273,7 @@ class JobActor:
                 f"Ray removes {plan.output_dir} some time after the job, with its log and summary: "
                 "checkpoint.path with a shared folder or a URL keeps them"
             )
-        vaults = VaultGroup(plan.worker_spec)
+        vaults = VaultGroup(plan.worker_spec, lease.epoch)
         indices = count()  # of all workers, by which vaults report the ends of their processes
         workers = WorkerGroup(plan.worker_spec, clock, self._can_grow, vaults, indices=indices)
         roles = {

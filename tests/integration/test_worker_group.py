@@ -20,7 +20,14 @@ from rayzero.workers.messages import GenerationSpec, RankAssignment, WorkerInfo
 from rayzero.workers.vault.records import ConnectionLost
 from rayzero.workers.vault.vault import Vault
 from tests.integration.conftest import CPUS, Head
-from tests.integration.tiny import LIMIT_S, groups, next_worker, request, wait_until_lost
+from tests.integration.tiny import (
+    LIMIT_S,
+    groups,
+    next_events,
+    next_worker,
+    request,
+    wait_until_lost,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_leaks")]
 
@@ -149,7 +156,7 @@ async def check_kill_of_hung_worker(
     }
     await workers.assign(GenerationSpec(1, 2, "", 0), assignments).wait_all()
     os.kill(second.pid, signal.SIGSTOP)
-    poll = asyncio.ensure_future(vaults.call(node, Vault.poll, LIMIT_S))
+    poll = asyncio.ensure_future(next_events(vaults, node))
     await asyncio.sleep(0.1)
     await workers.kill(1)
     assert await poll == [ConnectionLost(1, second.pid)]
@@ -162,7 +169,7 @@ async def check_lost_vault(head: Head, vaults: VaultGroup, node: str) -> None:
     assert await vaults.open([node, node]) == first
     assert await vaults.call(node, Vault.inventory) == []
     (vault,) = head.processes("ray::VaultActor")
-    poll = asyncio.ensure_future(vaults.call(node, Vault.poll, 30))
+    poll = asyncio.ensure_future(next_events(vaults, node))
     await asyncio.sleep(0.2)
     vault.kill()
     with pytest.raises(VaultLostError):

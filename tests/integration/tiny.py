@@ -26,6 +26,7 @@ from rayzero.workers.messages import (
     WorkerSpec,
 )
 from rayzero.workers.vault.client import VaultClient
+from rayzero.workers.vault.records import VaultEvent
 
 LIMIT_S = 150.0
 
@@ -122,3 +123,11 @@ def request(min_workers: int, max_workers: int, cpus: float = 1.0) -> ResourceRe
 
 async def next_worker(workers: WorkerGroup) -> WorkerInfo:
     return await asyncio.wait_for(workers.next_worker(), LIMIT_S)
+
+
+async def next_events(vaults: VaultGroup, node: str) -> list[VaultEvent]:
+    """Wait for what happens on a node."""
+    async with asyncio.timeout(LIMIT_S):
+        while not (events := await vaults.events(node)):
+            pass
+    return events

@@ -1,0 +1,150 @@
+"""Frames in order and once each, over connections that may be cut: either end of a node's stream.
+
+A frame is a header and a payload: (kind, its number, the greatest number that its sender has
+received, bytes). Numbered frames are kept until the other end acknowledges them, and sent again
+over the next connection. Payloads are pickled: a connection is authenticated before it has frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from struct import Struct
+from typing import NamedTuple
+
+_HEADER = Struct(">BQQI")
+_NOT_NUMBERED = 0
+_PART_BYTES = 64 * 1024
+
+
+class FrameKind(IntEnum):
+    """The comments say which end sends it, and its payload."""
+
+    ATTACH = 1  # controller: Attach; the first frame of a connection
+    HELLO = 2  # agent: nothing; it obeys
+    FENCED = 3  # agent: the epoch that it obeys; the connection ends
+    CALL = 4  # controller: (call, method, arguments)
+    REPLY = 5  # agent: (call, error or None, result)
+    EVENTS = 6  # agent: what happened on its node
+    BEAT = 7  # both: nothing; it lives, and has received what the header says
+
+
+class Frame(NamedTuple):
+    kind: FrameKind
+    number: int
+    acknowledged: int
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class Attach:
+    """A controller's first words.
+
+    Args:
+        epoch: of its claim on the job; an agent obeys none with a lower one than it has seen.
+        controller: differs between two controllers, also of the same epoch.
+    """
+
+    epoch: int
+    controller: bytes
+
+
+@dataclass(frozen=True)
+class AgentAddress:
+    """The addresses of an agent.
+
+    Args:
+        vault: its unix socket, for the workers of its node.
+        host, port: for the controller, which proves that it knows `secret`.
+    """
+
+    vault: str
+    host: str
+    port: int
+    secret: bytes = field(repr=False)
+
+
+async def read_frame(reader: asyncio.StreamReader, silent_s: float | None = None) -> Frame:
+    """The next frame. Raises EOFError or OSError at the connection's end; TimeoutError if nothing
+    comes for `silent_s`."""
+    kind, number, acknowledged, size = _HEADER.unpack(await _read(reader, _HEADER.size, silent_s))
+    return Frame(FrameKind(kind), number, acknowledged, await _read(reader, size, silent_s))
+
+
+async def _read(reader: asyncio.StreamReader, size: int, silent_s: float | None) -> bytes:
+    """Reads in parts, so that a long frame over a slow network is no silence."""
+    parts, left = [], size
+    while left:
+        async with asyncio.timeout(silent_s):
+            part = await reader.readexactly(min(left, _PART_BYTES))
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+class Link:
+    """One end of a stream, which outlives its connections. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._kept: deque[Frame] = deque()
+        self._sent = 0
+        self._received = 0
+        self._write: Callable[[bytes], object] | None = None
+
+    @property
+    def kept(self) -> int:
+        """Frames that the other end has not acknowledged."""
+        return len(self._kept)
+
+    def send(self, kind: FrameKind, payload: bytes) -> None:
+        """Sends a numbered frame: now, and over each connection until it is acknowledged."""
+        self._sent += 1
+        self._kept.append(Frame(kind, self._sent, 0, payload))
+        self._put(kind, self._sent, payload)
+
+    def signal(self, kind: FrameKind) -> None:
+        """Sends a frame over this connection, if there is one, which acknowledges."""
+        if self._write is not None:
+            self._write(self.encode(kind))
+
+    def encode(self, kind: FrameKind, payload: bytes = b"") -> bytes:
+        """A frame that is not numbered; `open` comes after a connection's first ones."""
+        return _HEADER.pack(kind, _NOT_NUMBERED, self._received, len(payload)) + payload
+
+    def open(self, write: Callable[[bytes], object], acknowledged: int) -> None:
+        """Sends what the other end has not received, and then all else, to `write`, which must not
+        wait."""
+        self._forget(acknowledged)
+        self._write = write
+        for frame in self._kept:
+            self._put(frame.kind, frame.number, frame.payload)
+
+    def close(self) -> None:
+        """The connection has ended."""
+        self._write = None
+
+    def restart(self, drop: FrameKind) -> None:
+        """Another end takes the place of the one before: its numbers begin with 1, and frames of
+        the kind `drop` are not for it."""
+        self._received = 0
+        self._kept = deque(frame for frame in self._kept if frame.kind is not drop)
+
+    def accept(self, frame: Frame) -> bool:
+        """Notes what a frame acknowledges; whether it is new."""
+        self._forget(frame.acknowledged)
+        if frame.number == _NOT_NUMBERED:
+            return True
+        is_new = frame.number > self._received
+        self._received = max(frame.number, self._received)
+        return is_new
+
+    def _forget(self, acknowledged: int) -> None:
+        while self._kept and self._kept[0].number <= acknowledged:
+            self._kept.popleft()
+
+    def _put(self, kind: FrameKind, number: int, payload: bytes) -> None:
+        if self._write is not None:
+            self._write(_HEADER.pack(kind, number, self._received, len(payload)) + payload)
