@@ -8,28 +8,103 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import time
+from collections import deque
+from collections.abc import Callable
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
 
 from rayzero.orchestrator.aio import ChangeNotifier
 from rayzero.orchestrator.errors import JobFailedError, VaultLostError
-from rayzero.workers.agent.link import AgentAddress, Attach, Frame, FrameKind, Link, read_frame
+from rayzero.workers.agent.link import (
+    AgentAddress,
+    Attach,
+    Frame,
+    FrameKind,
+    Link,
+    WorkerFrame,
+    read_frame,
+)
 from rayzero.workers.authenticated import connect
+from rayzero.workers.messages import WorkerMessage
 
 SILENT_S = 3.0
 """A connection over which nothing has come for three beats, or that takes as long to be made, is
 made anew, which loses nothing."""
 RETRY_S = 0.2
 """Pause before a connection is made again."""
+ACKNOWLEDGE_S = 0.1
+"""How long acknowledgements of small frames are collected."""
+READ_SLICE_S = 0.001
+"""How long messages are read before other tasks get a turn."""
+_LARGE_BYTES = 64 * 1024
+_MAX_EARLY_FRAMES = 256
 CAUSE_WAIT_S = 1.0
 """How long the caller may take to find the cause of a process's end, once its port is closed."""
 
 
+MailReceiver: TypeAlias = Callable[[int, list[WorkerMessage]], None]
+
+
+class WorkerMail:
+    """Passes the messages of the workers of all nodes to those that subscribe to them. A worker's
+    come once each: an agent's successor may send again what the agent has sent."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._subscribers: dict[int, MailReceiver | None] = {}
+        self._early: dict[int, deque[bytes]] = {}
+        self._unread: dict[object, list[bytes]] = {}  # batches, by the stream they came over
+
+    def subscribe(self, worker: int, receive: MailReceiver) -> None:
+        """Calls `receive` with the index and each list of messages, those that came before
+        included."""
+        self._subscribers[worker] = receive
+        for payload in self._early.pop(worker, ()):
+            receive(worker, pickle.loads(payload))
+
+    def unsubscribe(self, worker: int) -> None:
+        """Drops what comes from now on."""
+        self._subscribers[worker] = None
+
+    def put(self, stream: object, batch: bytes) -> None:
+        """Reads a batch soon: those of all nodes come together, and a death must not wait for
+        them."""
+        if not self._unread:
+            asyncio.get_running_loop().call_soon(self._read_slice)
+        self._unread.setdefault(stream, []).append(batch)
+
+    def read(self, stream: object) -> None:
+        """Reads now what has come over a stream."""
+        for batch in self._unread.pop(stream, ()):
+            for frame in pickle.loads(batch):
+                self.deliver(frame)
+
+    def _read_slice(self) -> None:
+        until_s = time.monotonic() + READ_SLICE_S
+        while self._unread and time.monotonic() < until_s:
+            self.read(next(iter(self._unread)))
+        if self._unread:
+            asyncio.get_running_loop().call_soon(self._read_slice)
+
+    def deliver(self, frame: WorkerFrame) -> None:
+        worker, number, payload = frame
+        if number <= self._numbers.get(worker, 0):
+            return
+        self._numbers[worker] = number
+        if worker not in self._subscribers:
+            self._early.setdefault(worker, deque(maxlen=_MAX_EARLY_FRAMES)).append(payload)
+        elif (receive := self._subscribers[worker]) is not None:
+            receive(worker, pickle.loads(payload))
+
+
 class NodeLink:
     """The stream of one agent, from construction until `end`. Used from one event loop, in which
-    it owns a task."""
+    it owns a task. `mail` gets the messages of the node's workers."""
 
-    def __init__(self, address: AgentAddress, attach: Attach) -> None:
+    def __init__(self, address: AgentAddress, attach: Attach, mail: WorkerMail) -> None:
+        self._mail = mail
+        self._will_acknowledge = False
         self._address = address
         self._attach = attach
         self._link = Link()
@@ -124,17 +199,32 @@ class NodeLink:
                 number, error, result = pickle.loads(frame.payload)
                 self._resolve(number, error, result)
                 return
+            case FrameKind.MESSAGES:
+                self._mail.put(self, frame.payload)
+                self._acknowledge(len(frame.payload))
+                return
             case FrameKind.EVENTS:
+                self._mail.read(self)  # what a worker has sent comes before its end
                 events = pickle.loads(frame.payload)
                 if isinstance(events, Exception):  # that ended the agent's service
                     self.end(VaultLostError(str(events)))
                     return
                 self._events += events
-                self._link.signal(FrameKind.BEAT)  # so that the agent need not keep them
-            case _:
-                self._link.signal(FrameKind.BEAT)
+        self._acknowledge(len(frame.payload))
         self._news += 1
         self._changed.notify()
+
+    def _acknowledge(self, nbytes: int) -> None:
+        """Lets the agent forget what it has sent: not for each small frame."""
+        if nbytes >= _LARGE_BYTES:
+            self._link.signal(FrameKind.BEAT)
+        elif not self._will_acknowledge:
+            self._will_acknowledge = True
+            asyncio.get_running_loop().call_later(ACKNOWLEDGE_S, self._acknowledge_now)
+
+    def _acknowledge_now(self) -> None:
+        self._will_acknowledge = False
+        self._link.signal(FrameKind.BEAT)
 
     def _resolve(self, number: int, error: Exception | None, result: Any) -> None:
         reply = self._replies.get(number)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, TypeVarTuple
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayzero.orchestrator.cluster.node_links import NodeLink
+from rayzero.orchestrator.cluster.node_links import NodeLink, WorkerMail
 from rayzero.orchestrator.cluster.ray_api import ACTOR_LOST, death_cause, wait_gone
 from rayzero.orchestrator.errors import JobFailedError, VaultLostError
 from rayzero.workers.agent.link import AgentAddress, Attach
@@ -34,15 +34,15 @@ class _NodeVault:
     """A node's vault.
 
     Args:
-        opening: makes its stream, once somebody waits for it. It is not cancelled, which would
-            cancel those that wait: the end of the process or of the stream ends it.
+        opening: makes its stream. It is not cancelled, which would cancel those that wait: the end
+            of the process or of the stream ends it.
         life: waits for its end by Ray, which knows the cause.
     """
 
     actor: Any
     address: AgentAddress | None = None
     link: NodeLink | None = None
-    opening: asyncio.Task[str] | None = None
+    opening: asyncio.Task[str] = field(init=False)
     life: asyncio.Task[None] | None = None
     ended: bool = False
 
@@ -70,6 +70,8 @@ class VaultGroup:
         self._spec = spec
         self._faults = spec.faults
         self._attach = Attach(epoch, os.urandom(16))
+        self.mail = WorkerMail()
+        """The messages of workers on nodes with a vault."""
         self._actor = ray.remote(VaultActor)
         self._vaults: dict[str, _NodeVault] = {}
         self._shared_peers: dict[str, Any] = {}
@@ -84,9 +86,12 @@ class VaultGroup:
             max_restarts=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        self._vaults[node_id] = _NodeVault(
-            actor.remote(self._spec.name, node_id, self._faults, self._spec.output_dir)
+        spec = self._spec
+        vault = self._vaults[node_id] = _NodeVault(
+            actor.remote(spec.name, node_id, self._faults, spec.output_dir, spec.run)
         )
+        vault.opening = asyncio.create_task(self._open_stream(vault))
+        vault.opening.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def open(self, node_ids: Sequence[str]) -> dict[str, str]:
         """Starts a vault on each of these nodes that has none; the addresses by node. Raises
@@ -167,8 +172,6 @@ class VaultGroup:
         """The address of a node's vault. A lost one is started again, once."""
         self.start(node_id)
         vault = self._vaults[node_id]
-        if vault.opening is None:
-            vault.opening = asyncio.create_task(self._open_stream(vault))
         try:
             return await asyncio.shield(vault.opening)
         except (VaultLostError, *ACTOR_LOST) as lost:
@@ -184,7 +187,7 @@ class VaultGroup:
         vault.address = await vault.actor.open.remote()
         if vault.ended:
             raise VaultLostError("it was closed")
-        vault.link = NodeLink(vault.address, self._attach)
+        vault.link = NodeLink(vault.address, self._attach, self.mail)
         vault.life = asyncio.create_task(self._watch(vault.actor, vault.link))
         await vault.link.attached()
         return vault.address.vault
@@ -207,7 +210,7 @@ class VaultGroup:
 
     def _unreachable(self) -> str:
         """The vaults that have started, and do not answer."""
-        waiting = [it for it in self._vaults.values() if it.opening and not it.opening.done()]
+        waiting = [it for it in self._vaults.values() if not it.opening.done()]
         addresses = [vault.address for vault in waiting]
         return ", ".join(f"{it.host}:{it.port}" for it in addresses if it is not None) or "none"
 

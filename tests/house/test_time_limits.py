@@ -62,12 +62,14 @@ REASONS = {
         orchestrator.cli.ckpt: PROGRESS_INTERVAL_S
         orchestrator.job.stop_signals: _SIGNAL_POLL_S
         orchestrator.cluster.actor_pool: _MAX_START_BACKOFF_S
-        orchestrator.cluster.node_links: SILENT_S RETRY_S
+        orchestrator.cluster.node_links: SILENT_S RETRY_S ACKNOWLEDGE_S
+            READ_SLICE_S
         orchestrator.cluster.vault_group: _UNAVAILABLE_PAUSE_S
         workers.agent.node_agent: BEAT_S
+        workers.agent.local_workers: REPORTS_DELAY_S QUIET_DELAY_S _BIND_RETRY_S
+        workers.agent.message_sender: BEAT_S _RETRY_S
         orchestrator.cluster.ray_api: _PING_INTERVAL_S
         orchestrator.cluster.addresses: _LEAST_WAIT_S
-        orchestrator.cluster.actor_calls: _MAX_BATCH_DELAY_S _DELAY_PER_WORKER_S
         orchestrator.cluster.worker_group: _ACQUIRE_INTERVAL_S _FILL_INTERVAL_S
             _EXTRA_WORKER_WAIT_S WAITING_INTERVAL_S
     """,

@@ -24,6 +24,7 @@ from tests.integration.tiny import (
     LIMIT_S,
     groups,
     next_events,
+    next_lines,
     next_worker,
     request,
     wait_until_lost,
@@ -186,8 +187,12 @@ async def test_workers_are_killed_with_and_without_vault_which_is_reopened_when_
 ):
     async with groups(tmp_path) as (workers, vaults):
         first, second = await workers.start_workers(request(2, 2))
+        workers.subscribe([first.index])
         await check_kill_of_hung_worker(workers, vaults, first, second)
+        before = await next_lines(workers, first.index, 10)
         await check_lost_vault(head, vaults, first.node_id)
+        lines = before + await next_lines(workers, first.index, 30)
+        assert lines == [*range(1, len(lines) + 1)], "none is lost or repeated with the agent"
         await vaults.close(first.node_id)
         await workers.kill(0)
         await wait_until_lost(workers, 0)

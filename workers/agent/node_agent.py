@@ -18,6 +18,7 @@ from typing import Any
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.workers.agent.link import Attach, FrameKind, Link, read_frame
+from rayzero.workers.agent.local_workers import LocalWorkers
 from rayzero.workers.authenticated import AuthenticatedServer
 
 AGENT_THREAD = "rayzero-agent"
@@ -34,6 +35,7 @@ class AgentServer(AuthenticatedServer):
     Args:
         address: of this node, on which it listens.
         commands: its methods are called, by threads of this server.
+        workers: the unix socket for this node's workers.
         poll: returns events, or nothing after the given time, in seconds: a beat follows, so it
             returns only if the node is served. Its error ends the agent's service.
     """
@@ -42,11 +44,13 @@ class AgentServer(AuthenticatedServer):
         self,
         address: str,
         commands: Any,
+        workers: str,
         poll: Callable[[float], Sequence[Any]],
     ) -> None:
         self._commands = commands
         self._poll = poll
         self._link = Link()
+        self._workers = LocalWorkers(partial(self._link.send, FrameKind.MESSAGES))
         self._writer: asyncio.StreamWriter | None = None  # of the controller that is obeyed
         self._obeyed = Attach(0, b"")
         self._stopped = Event()
@@ -55,6 +59,7 @@ class AgentServer(AuthenticatedServer):
         self.secret = os.urandom(32)
         """That a controller must know."""
         self.admit(self.secret)
+        self.call_soon(partial(self._begin, workers))
         Thread(target=self._watch, name="rayzero-agent-events", daemon=True).start()
 
     def close(self) -> None:
@@ -71,10 +76,10 @@ class AgentServer(AuthenticatedServer):
             try:
                 events: Sequence[Any] = self._poll(BEAT_S)
             except RayzeroError as error:
-                self.call_soon(partial(self._send, FrameKind.EVENTS, pickle.dumps(error)))
+                self.call_soon(partial(self._send_events, pickle.dumps(error)))
                 return
             if events:
-                self.call_soon(partial(self._send, FrameKind.EVENTS, pickle.dumps(events)))
+                self.call_soon(partial(self._send_events, pickle.dumps(events)))
             else:
                 self.call_soon(partial(self._link.signal, FrameKind.BEAT))
 
@@ -95,6 +100,9 @@ class AgentServer(AuthenticatedServer):
 
     # The methods below run on the server's thread.
 
+    def _begin(self, workers: str) -> None:
+        self._serving = asyncio.get_running_loop().create_task(self._workers.serve(workers))
+
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         first = await read_frame(reader)
         attach: Attach = pickle.loads(first.payload)
@@ -111,12 +119,15 @@ class AgentServer(AuthenticatedServer):
         self._writer = writer
         writer.write(self._link.encode(FrameKind.HELLO))
         self._link.open(writer.write, first.acknowledged)
+        self._workers.on_acknowledged(self._link.acknowledged)
         try:
             while True:
                 frame = await read_frame(reader)
                 if self._writer is not writer:
                     return
-                if self._link.accept(frame) and frame.kind is FrameKind.CALL:
+                is_new = self._link.accept(frame)
+                self._workers.on_acknowledged(self._link.acknowledged)
+                if is_new and frame.kind is FrameKind.CALL:
                     with suppress(RuntimeError):  # it is closing
                         self._pool.submit(self._run_command, attach.controller, frame.payload)
         finally:
@@ -126,7 +137,8 @@ class AgentServer(AuthenticatedServer):
 
     def _reply(self, controller: bytes, reply: bytes) -> None:
         if controller == self._obeyed.controller:
-            self._send(FrameKind.REPLY, reply)
+            self._link.send(FrameKind.REPLY, reply)
 
-    def _send(self, kind: FrameKind, payload: bytes) -> None:
-        self._link.send(kind, payload)
+    def _send_events(self, payload: bytes) -> None:
+        self._workers.flush()  # what a worker has sent comes before its end
+        self._link.send(FrameKind.EVENTS, payload)

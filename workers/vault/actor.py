@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from rayzero.engine.errors import RayzeroError
-from rayzero.workers.agent.link import AgentAddress
+from rayzero.workers.agent.link import AgentAddress, worker_socket
 from rayzero.workers.agent.node_agent import AgentServer
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, inject_store_faults
 from rayzero.workers.chaos.node import inject_node_fault, why_impossible
@@ -44,14 +44,21 @@ class VaultActor(Vault):
         node_id: the node that this actor runs on.
         faults: the job's faults; those of the store are injected here.
         output_dir: the folder of the record of injected faults.
+        run: the run's id.
     """
 
     def __init__(
-        self, job: str, node_id: str, faults: Sequence[FaultSpec] = (), output_dir: str = ""
+        self,
+        job: str,
+        node_id: str,
+        faults: Sequence[FaultSpec] = (),
+        output_dir: str = "",
+        run: str = "",
     ) -> None:
         with suppress(OSError):  # Ray raises workers' niceness; detecting a death must not wait
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         self._agent: AgentServer | None = None
+        self._worker_socket = worker_socket(job, run, node_id)
         self._peers: Mapping[str, Any] = {}
         self._fired: deque[FaultFired] = deque()
         self._faults = FaultSchedule(FaultRecord(output_dir), self._fired.append)
@@ -60,11 +67,11 @@ class VaultActor(Vault):
         super().__init__(job, node_id, self._fetch_remote, before_write=before_write)
 
     def open(self) -> AgentAddress:
-        """Listens for the controller. Idempotent. Raises ConfigError if Ray's address of this node
-        is none of its interfaces'."""
+        """Listens for the controller and for workers. Idempotent. Raises ConfigError if Ray's
+        address of this node is none of its interfaces'."""
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         if self._agent is None:
-            self._agent = AgentServer(host, self, self.poll)
+            self._agent = AgentServer(host, self, self._worker_socket, self.poll)
         return AgentAddress(self.address(), host, self._agent.port, self._agent.secret)
 
     def wait_end(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -15,11 +16,20 @@ import pytest
 
 from rayzero.engine.errors import DataError, RayzeroError
 from rayzero.orchestrator.cluster import node_links
-from rayzero.orchestrator.cluster.node_links import NodeLink
+from rayzero.orchestrator.cluster.node_links import NodeLink, WorkerMail
 from rayzero.orchestrator.errors import JobFailedError, VaultLostError
 from rayzero.workers.agent import node_agent
-from rayzero.workers.agent.link import AgentAddress, Attach, FrameKind, Link
+from rayzero.workers.agent.link import (
+    AgentAddress,
+    Attach,
+    FrameKind,
+    Link,
+    WorkerFrame,
+    worker_socket,
+)
+from rayzero.workers.agent.message_sender import MessageSender
 from rayzero.workers.agent.node_agent import AgentServer
+from rayzero.workers.messages import Heartbeat, LogLine, StepReport, WorkerMessage
 
 LIMIT_S = 30.0
 
@@ -31,6 +41,7 @@ class Commands:
         self.events: SimpleQueue[Any] = SimpleQueue()
         self.calls: list[int] = []
         self.may_return = threading.Event()
+        self.socket = worker_socket("job", os.urandom(8).hex(), "node")
 
     def poll(self, timeout_s: float) -> Sequence[Any]:
         try:
@@ -107,7 +118,7 @@ class Proxy:
 @contextmanager
 def agent(commands: Commands) -> Iterator[tuple[AgentServer, AgentAddress]]:
     """A running agent, and where it is found."""
-    server = AgentServer("127.0.0.1", commands, commands.poll)
+    server = AgentServer("127.0.0.1", commands, commands.socket, commands.poll)
     try:
         yield server, AgentAddress("@vault", "127.0.0.1", server.port, server.secret)
     finally:
@@ -116,8 +127,10 @@ def agent(commands: Commands) -> Iterator[tuple[AgentServer, AgentAddress]]:
 
 
 @asynccontextmanager
-async def linked(address: AgentAddress, epoch: int = 0) -> AsyncIterator[NodeLink]:
-    link = NodeLink(address, Attach(epoch, os.urandom(16)))
+async def linked(
+    address: AgentAddress, epoch: int = 0, mail: WorkerMail | None = None
+) -> AsyncIterator[NodeLink]:
+    link = NodeLink(address, Attach(epoch, os.urandom(16)), mail or WorkerMail())
     try:
         yield link
     finally:
@@ -265,6 +278,101 @@ async def test_stranger_is_not_unpickled():
             assert not call.done()
             call.cancel()
     assert commands.calls == []
+
+
+class Worker:
+    """A worker's outbox, and what the controller gets of it."""
+
+    def __init__(self, index: int, mail: WorkerMail, socket: str) -> None:
+        self.index = index
+        self.posted: SimpleQueue[WorkerMessage] = SimpleQueue()
+        self.received: list[WorkerMessage] = []
+        mail.subscribe(index, lambda worker, messages: self.received.extend(messages))
+        MessageSender(socket, index, self._poll)
+
+    def _poll(self, timeout_s: float) -> list[WorkerMessage]:
+        try:
+            return [self.posted.get(timeout=timeout_s)]
+        except Empty:
+            return [Heartbeat(self.index, 0, "run", 0.0)]
+
+    async def reports(self, number: int) -> list[int]:
+        """The steps of the reports received so far; waits for this many."""
+        steps: list[int] = []
+        async with asyncio.timeout(LIMIT_S):
+            while len(steps) < number:
+                await asyncio.sleep(0.01)
+                steps = [it.step for it in self.received if isinstance(it, StepReport)]
+        return steps
+
+
+async def test_messages_survive_cuts_and_agents():
+    """Reports come once each and in order: while connections are cut, and when another agent takes
+    the place of one that had not passed on what it had."""
+    commands, mail = Commands(), WorkerMail()
+    workers = [Worker(index, mail, commands.socket) for index in range(2)]
+    with agent(commands) as (_, address):
+        proxy = Proxy(address.port)
+        port = await proxy.listen()
+        async with linked(replace(address, port=port), mail=mail) as link:
+            await within(link.attached())
+            for step in range(1, 101):
+                for worker in workers:
+                    worker.posted.put(StepReport(1, worker.index, step))
+                if step % 20 == 0:
+                    proxy.cut()
+                    await asyncio.sleep(0.05)
+            for worker in workers:
+                assert await worker.reports(100) == [*range(1, 101)]
+            proxy.passes.clear()  # what comes to this agent from now on stays there
+            for worker in workers:
+                worker.posted.put(StepReport(1, worker.index, 101))
+            await asyncio.sleep(0.2)
+        await proxy.close()
+    for worker in workers:
+        worker.posted.put(StepReport(1, worker.index, 102))
+    with agent(commands) as (_, address):
+        async with linked(address, mail=mail):
+            for worker in workers:
+                assert await worker.reports(102) == [*range(1, 103)]
+
+
+async def test_worker_waits_for_a_controller_with_bounded_memory():
+    commands, mail = Commands(), WorkerMail()
+    worker = Worker(3, mail, commands.socket)
+    with agent(commands) as (_, address):
+        for step in range(1, 1001):
+            worker.posted.put(StepReport(1, 3, step))
+        await asyncio.sleep(0.5)
+        assert worker.posted.qsize() > 900, "the rest waits in the outbox"
+        async with linked(address, mail=mail):
+            assert await worker.reports(1000) == [*range(1, 1001)]
+
+
+async def test_end_of_a_worker_follows_its_messages():
+    commands, mail = Commands(), WorkerMail()
+    worker = Worker(0, mail, commands.socket)
+    with agent(commands) as (_, address):
+        async with linked(address, mail=mail) as link:
+            await within(link.attached())
+            worker.posted.put(StepReport(1, 0, 1))
+            await worker.reports(1)
+            worker.posted.put(LogLine(0, "stdout", "the last"))
+            await asyncio.sleep(0.02)  # less than it waits for others
+            commands.events.put("died")
+            assert await next_events(link, 1) == ["died"]
+            assert worker.received[-1] == LogLine(0, "stdout", "the last")
+
+
+def test_early_messages_reach_a_later_subscriber_once():
+    mail, received = WorkerMail(), []
+    for number in (1, 1, 2):
+        mail.deliver(WorkerFrame(4, number, pickle.dumps([number])))
+    mail.subscribe(4, lambda worker, messages: received.extend(messages))
+    mail.deliver(WorkerFrame(4, 3, pickle.dumps([3])))
+    mail.unsubscribe(4)
+    mail.deliver(WorkerFrame(4, 4, pickle.dumps([4])))
+    assert received == [1, 2, 3]
 
 
 def test_acknowledged_frames_are_forgotten():
