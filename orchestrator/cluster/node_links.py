@@ -29,8 +29,8 @@ from rayzero.workers.authenticated import connect
 from rayzero.workers.messages import WorkerMessage
 
 SILENT_S = 3.0
-"""A connection over which nothing has come for three beats, or that takes as long to be made, is
-made anew, which loses nothing."""
+"""A connection over which no frame has come for three beats, or that takes as long to be made, is
+made anew, which loses nothing; after twice as long each time."""
 RETRY_S = 0.2
 """Pause before a connection is made again."""
 ACKNOWLEDGE_S = 0.1
@@ -105,6 +105,7 @@ class NodeLink:
     def __init__(self, address: AgentAddress, attach: Attach, mail: WorkerMail) -> None:
         self._mail = mail
         self._will_acknowledge = False
+        self._silent_s = SILENT_S
         self._address = address
         self._attach = attach
         self._link = Link()
@@ -179,21 +180,29 @@ class NodeLink:
             reader, writer = await connect(address.host, address.port, address.secret)
         try:
             writer.write(self._link.encode(FrameKind.ATTACH, pickle.dumps(self._attach)))
-            hello = await read_frame(reader, SILENT_S)
+            async with asyncio.timeout(SILENT_S):
+                hello = await read_frame(reader)
             if hello.kind is FrameKind.FENCED:
                 self.end(taken_over_error(pickle.loads(hello.payload)))
                 return
             self._link.open(writer.write, hello.acknowledged)
             self._is_attached = True
             self._changed.notify()
-            while True:
-                self._receive(await read_frame(reader, SILENT_S))
+            async with asyncio.timeout(self._silent_s) as limit:
+                while True:
+                    self._receive(await read_frame(reader))
+                    limit.reschedule(asyncio.get_running_loop().time() + self._silent_s)
+        except TimeoutError:
+            self._silent_s *= 2  # a long frame over a slow network takes long each time
+            raise
         finally:
             writer.transport.abort()
 
     def _receive(self, frame: Frame) -> None:
         if not self._link.accept(frame):
             return
+        if frame.number:  # a long one, that has to be sent again, would be the first
+            self._silent_s = SILENT_S
         match frame.kind:
             case FrameKind.REPLY:
                 number, error, result = pickle.loads(frame.payload)

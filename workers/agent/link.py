@@ -21,7 +21,6 @@ from typing import NamedTuple
 _HEADER = Struct(">BQQI")
 _CREDENTIALS = Struct("3i")  # pid, uid, gid
 _NOT_NUMBERED = 0
-_PART_BYTES = 64 * 1024
 
 
 class FrameKind(IntEnum):
@@ -89,22 +88,10 @@ class AgentAddress:
     secret: bytes = field(repr=False)
 
 
-async def read_frame(reader: asyncio.StreamReader, silent_s: float | None = None) -> Frame:
-    """The next frame. Raises EOFError or OSError at the connection's end; TimeoutError if nothing
-    comes for `silent_s`."""
-    kind, number, acknowledged, size = _HEADER.unpack(await _read(reader, _HEADER.size, silent_s))
-    return Frame(FrameKind(kind), number, acknowledged, await _read(reader, size, silent_s))
-
-
-async def _read(reader: asyncio.StreamReader, size: int, silent_s: float | None) -> bytes:
-    """Reads in parts, so that a long frame over a slow network is no silence."""
-    parts, left = [], size
-    while left:
-        async with asyncio.timeout(silent_s):
-            part = await reader.readexactly(min(left, _PART_BYTES))
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
+async def read_frame(reader: asyncio.StreamReader) -> Frame:
+    """The next frame. Raises EOFError or OSError at the connection's end."""
+    kind, number, acknowledged, size = _HEADER.unpack(await reader.readexactly(_HEADER.size))
+    return Frame(FrameKind(kind), number, acknowledged, await reader.readexactly(size))
 
 
 def take_frame(received: bytearray) -> Frame | None:
