@@ -11,7 +11,6 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
-from ray.exceptions import RayError
 
 from rayzero.orchestrator.aio import ChangeNotifier, PendingReplies, WorkerReports
 from rayzero.orchestrator.cluster.node_links import WorkerMail
@@ -134,7 +133,7 @@ class WorkerWatch:
 
     def _on_end(self, worker: int, reply: Future[None]) -> None:
         error = reply.exception()
-        self._mark_lost(worker, death_cause(error) if isinstance(error, RayError) else str(error))
+        self._mark_lost(worker, death_cause(error) if isinstance(error, ACTOR_LOST) else str(error))
 
     def _mark_lost(self, worker: int, cause: str) -> None:
         if worker in self._subscribed:
