@@ -11,7 +11,6 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
-
 from rayzero.orchestrator.aio import ChangeNotifier, PendingReplies, WorkerReports
 from rayzero.orchestrator.cluster.node_links import WorkerMail
 from rayzero.orchestrator.cluster.ray_api import ACTOR_LOST, death_cause
