@@ -1,22 +1,29 @@
 """A cluster of simulated workers in a separate process, for `control_plane`.
 
 Without torch and Ray: a worker is a record that sends the messages of a real worker at the same
-times. Workers' messages are sent in batches through one pipe; commands, their replies and vault
-events through another.
+times, in the batches that real agents make of them. Each node has a stream of its own.
 """
 
 from __future__ import annotations
 
-import heapq
+import asyncio
+import os
+import pickle
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rayzero.workers.agent.link import Frame, FrameKind, Link, read_frame
+from rayzero.workers.agent.local_workers import LocalWorkers
+from rayzero.workers.agent.node_agent import BEAT_S
+from rayzero.workers.authenticated import AuthenticatedServer
 from rayzero.workers.messages import (
     Heartbeat,
     Joined,
@@ -32,8 +39,6 @@ START_S = 0.3
 """Start time of a replacement worker."""
 FAULT_RETRY_S = 0.02
 SLOT_BYTES = 2**28
-WORKERS_PER_BATCH = 32
-"""Workers whose messages are sent together."""
 GAUGES = (
     *("loss", "lr", "grad_norm", "step_samples", "step_tokens", "skipped", "checkpoint_s"),
     *("resident_bytes", "replica_step", "replica_bytes", "mfu"),
@@ -75,51 +80,60 @@ class _Worker:
 
 
 @dataclass
-class ReportBatch:
-    """Workers' messages, followed by lost workers."""
+class _Agent:
+    """A node's end of its stream."""
 
-    messages: list[tuple[int, list[WorkerMessage]]] = field(default_factory=list)
-    lost: list[int] = field(default_factory=list)
-
-
-@dataclass
-class EventBatch:
-    """Events and replies that are sent to the controller immediately.
-
-    Args:
-        faults: lost workers as reported by the vault of their node, with the time of the fault.
-        started: new workers.
-        replies: replies to commands by request id.
-    """
-
-    faults: list[tuple[str, ConnectionLost, float]] = field(default_factory=list)
-    started: list[WorkerInfo] = field(default_factory=list)
-    replies: list[tuple[int, Any]] = field(default_factory=list)
+    link: Link
+    workers: LocalWorkers
 
 
-def run(scale: Scale, pipe: Connection, reports: Connection, seed: int) -> None:
-    """Main function of the process; returns when the pipes are closed."""
-    cluster = _Cluster(scale, random.Random(seed))
-    while True:
+class SimulatedAgents(AuthenticatedServer):
+    """The agents of all nodes, on one port; a connection's `Attach` names the node."""
+
+    def __init__(self, scale: Scale, seed: int) -> None:
+        self._agents: dict[str, _Agent] = {}
+        self._cluster = _Cluster(scale, random.Random(seed), self._agents)
+        super().__init__("the simulated agents", "rayzero-agents", "127.0.0.1", 60.0)
+        self.secret = os.urandom(32)
+        self.admit(self.secret)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        first = await read_frame(reader)
+        link = Link()
+        workers = LocalWorkers(partial(link.send, FrameKind.MESSAGES))
+        self._agents[pickle.loads(first.payload).controller.decode()] = _Agent(link, workers)
+        writer.write(link.encode(FrameKind.HELLO))
+        link.open(writer.write, first.acknowledged)
+        beats = asyncio.create_task(_beat(link))
         try:
-            if pipe.poll(cluster.wait_s()):
-                for name, args, request_id in pipe.recv():
-                    reply = cluster.execute(name, *args)
-                    if request_id is not None:
-                        cluster.pending.replies.append((request_id, reply))
-            cluster.run_timers()
-            if (batch := cluster.take_events()) is not None:
-                pipe.send(batch)
-            for report in cluster.take_reports():
-                reports.send(report)
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            return
+            while True:
+                frame = await read_frame(reader)
+                if link.accept(frame) and frame.kind is FrameKind.CALL:
+                    number, name, args = pickle.loads(frame.payload)
+                    reply = number, None, self._cluster.execute(name, *args)
+                    link.send(FrameKind.REPLY, pickle.dumps(reply))
+        finally:
+            beats.cancel()
+
+
+async def _beat(link: Link) -> None:
+    while True:
+        await asyncio.sleep(BEAT_S)
+        link.signal(FrameKind.BEAT)
+
+
+def run(scale: Scale, pipe: Connection, seed: int) -> None:
+    """Main function of the process; returns when the pipe is closed."""
+    agents = SimulatedAgents(scale, seed)
+    pipe.send((agents.port, agents.secret))
+    with suppress(EOFError):
+        pipe.recv()
+    agents.close()
 
 
 class _Cluster:
-    def __init__(self, scale: Scale, rng: random.Random) -> None:
-        self.pending = EventBatch()
-        self._reports = ReportBatch()
+    def __init__(self, scale: Scale, rng: random.Random, agents: Mapping[str, _Agent]) -> None:
+        self._agents = agents
         self._scale = scale
         self._rng = rng
         self._workers: list[_Worker] = []
@@ -129,28 +143,7 @@ class _Cluster:
         self._draining = self._injects_faults = False
         self._step = 0
         self._slots: dict[str, list[SlotInfo]] = {}
-        self._timer_ids = count()
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-
-    def wait_s(self) -> float:
-        return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else 1.0
-
-    def run_timers(self) -> None:
-        while self._timers and self._timers[0][0] <= time.monotonic():
-            heapq.heappop(self._timers)[2]()
-
-    def take_events(self) -> EventBatch | None:
-        """Return and clear the pending events and replies; None if there are none."""
-        pending, self.pending = self.pending, EventBatch()
-        return pending if pending != EventBatch() else None
-
-    def take_reports(self) -> Iterator[ReportBatch]:
-        """Return and clear the pending messages, in small batches like real workers' replies."""
-        reports, self._reports = self._reports, ReportBatch()
-        for start in range(0, len(reports.messages), WORKERS_PER_BATCH):
-            yield ReportBatch(reports.messages[start : start + WORKERS_PER_BATCH])
-        if reports.lost:
-            yield ReportBatch(lost=reports.lost)
+        self._frames = count(1)
 
     def execute(self, name: str, *args: Any) -> Any:
         """Execute a command of the controller and return its reply."""
@@ -169,7 +162,7 @@ class _Cluster:
 
     def _do_replace(self, worker: int) -> None:
         node = self._workers[worker].info.node_id
-        self._later(START_S, lambda: self.pending.started.append(self._add(node)))
+        self._later(START_S, lambda: self._send_event(node, self._add(node)))
 
     def _do_kill(self, worker: int) -> None:
         self._workers[worker].alive = False
@@ -244,19 +237,30 @@ class _Cluster:
             return
         worker = self._rng.choice(self._members)
         worker.alive = False
-        self._reports.lost.append(worker.info.index)
         lost = ConnectionLost(worker.info.index, worker.info.pid)
-        self.pending.faults.append((worker.info.node_id, lost, time.monotonic()))
+        self._send_event(worker.info.node_id, (lost, time.monotonic()))
 
     def _is_complete(self) -> bool:
         joined = all(m.alive and m.generation == self._generation for m in self._members)
         return joined and len(self._members) == self._world_size > 0
 
     def _send(self, worker: _Worker, *messages: WorkerMessage) -> None:
-        self._reports.messages.append((worker.info.index, list(messages)))
+        kind = FrameKind.URGENT
+        if isinstance(messages[-1], StepReport):
+            kind = FrameKind.REPORTS
+        elif isinstance(messages[-1], Heartbeat):
+            kind = FrameKind.QUIET
+        payload = pickle.dumps([*messages], pickle.HIGHEST_PROTOCOL)
+        frame = Frame(kind, next(self._frames), 0, payload)
+        self._agents[worker.info.node_id].workers.add(worker.info.index, frame)
+
+    def _send_event(self, node: str, event: Any) -> None:
+        agent = self._agents[node]
+        agent.workers.flush()
+        agent.link.send(FrameKind.EVENTS, pickle.dumps([event]))
 
     def _later(self, seconds: float, callback: Callable[[], None]) -> None:
-        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._timer_ids), callback))
+        asyncio.get_running_loop().call_later(seconds, callback)
 
     def _every(self, seconds: float, callback: Callable[[], None]) -> None:
         def repeat() -> None:

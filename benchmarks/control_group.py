@@ -4,50 +4,51 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import count
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.control_cluster import EventBatch
-from benchmarks.control_reports import Decoder, ReportReceiver
+from ray.exceptions import ActorUnschedulableError
+
 from rayzero.orchestrator.aio import PendingReplies, WorkerReports
+from rayzero.orchestrator.cluster.actor_calls import WorkerWatch
+from rayzero.orchestrator.cluster.node_links import NodeLink, WorkerMail
+from rayzero.orchestrator.errors import VaultLostError
 from rayzero.orchestrator.policies.placement import ResourceRequest
+from rayzero.workers.agent.link import AgentAddress, Attach
 from rayzero.workers.messages import GenerationSpec, RankAssignment, WorkerInfo
 from rayzero.workers.vault.records import ConnectionLost, SlotInfo
+
+RAY_DELAY_S = 0.4
+"""From a death to Ray's report of it."""
 
 
 class SimulatedGroup:
     """Implements the interfaces of both the worker group and the vault group.
 
-    Args:
-        pipe: for commands, their replies and events.
-        reports: for workers' messages.
+    Streams, and the code that receives from them, are the real ones.
     """
 
-    def __init__(self, pipe: Connection, reports: Connection) -> None:
+    def __init__(self, port: int, secret: bytes, nodes: int) -> None:
         self.reaction_s: list[float] = []
         """From each fault to the first command after it."""
         self.num_faults = 0
-        self.decoder = Decoder()
-        self._pipe = pipe
-        self._receiver = ReportReceiver(reports, self.decoder)
-        self._vault_events: defaultdict[str, asyncio.Queue[ConnectionLost]] = defaultdict(
-            asyncio.Queue
-        )
+        self._mail = WorkerMail()
+        self._watch = WorkerWatch(self._mail, self._wait_end)
+        self._ends: dict[int, Future[None]] = {}
+        address = AgentAddress("", "127.0.0.1", port, secret)
+        names = [f"node-{number}" for number in range(nodes)]
+        self._links = {it: NodeLink(address, Attach(0, it.encode()), self._mail) for it in names}
+        self._first = self._links[names[0]]
         self._started: asyncio.Queue[WorkerInfo] = asyncio.Queue()
-        self._request_ids = count()
-        self._callbacks: dict[int, Callable[[Any], Any]] = {}
-        self._commands: list[tuple[str, tuple[Any, ...], int | None]] = []
         self._unanswered_faults_s: list[float] = []
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(pipe.fileno(), self._read)
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def shut_down(self) -> None:
-        self._receiver.close()
-        self._loop.remove_reader(self._pipe.fileno())
-        self._pipe.close()
+        self._watch.close()
+        for link in self._links.values():
+            link.end(VaultLostError("the benchmark has ended"))
 
     async def start_workers(
         self,
@@ -55,26 +56,27 @@ class SimulatedGroup:
         on_failure: Callable[[Any], None],
         on_waiting: Callable[[str], None],
     ) -> tuple[WorkerInfo, ...]:
-        return tuple(await self._call("start"))
+        await asyncio.gather(*(link.attached() for link in self._links.values()))
+        return tuple(await self._first.call("start"))
 
     async def next_worker(self) -> WorkerInfo:
         return await self._started.get()
 
     def replace(self, worker: int, delay_s: float, avoid_nodes: Sequence[str]) -> None:
-        self._enqueue("replace", worker)
+        self._spawn(self._first.call("replace", worker))
 
     def resize(self, min_workers: int, max_workers: int) -> None:
         pass
 
     async def release_worker(self, worker: int) -> None:
-        await self._call("kill", worker)
+        await self._first.call("kill", worker)
 
     async def kill(self, worker: int) -> None:
-        await self._call("kill", worker)
+        await self._first.call("kill", worker)
 
     async def inject_faults(self, interval_s: float) -> None:
         """Kill a random worker at every interval; 0 to stop."""
-        await self._call("inject_faults", interval_s)
+        await self._first.call("inject_faults", interval_s)
 
     async def call(self, target: Any, method: Callable[..., Any], *args: Any) -> Any:
         """Call a worker or the vault of a node."""
@@ -96,19 +98,23 @@ class SimulatedGroup:
         return self._broadcast("assign", ranks, spec.generation, spec.world_size)
 
     def subscribe(self, workers: Iterable[int]) -> None:
-        """All messages are received; only the number of workers matters."""
-        self._receiver.num_workers += sum(1 for _ in workers)
+        self._watch.subscribe(workers)
 
     async def receive(self) -> WorkerReports:
-        return await self._receiver.receive()
+        return await self._watch.receive()
 
-    async def poll(self, node: str, timeout_s: float) -> list[ConnectionLost]:
-        queue = self._vault_events[node]
-        try:
-            async with asyncio.timeout(timeout_s):
-                return [await queue.get()]
-        except TimeoutError:
-            return []
+    async def events(self, node: str) -> list[ConnectionLost]:
+        faults: list[ConnectionLost] = []
+        for event in await self._links[node].events():
+            if isinstance(event, WorkerInfo):
+                self._started.put_nowait(event)
+                continue
+            lost, fault_s = event
+            self.num_faults += 1
+            self._unanswered_faults_s.append(fault_s)
+            faults.append(lost)
+            asyncio.get_running_loop().call_later(RAY_DELAY_S, self._end, lost.worker)
+        return faults
 
     def stop(self, workers: Iterable[int], generation: int) -> PendingReplies:
         return self.fence(workers, generation)
@@ -129,7 +135,7 @@ class SimulatedGroup:
         return {node: f"/vault/{node}" for node in node_ids}
 
     async def inventory(self, node_id: str) -> list[SlotInfo]:
-        slots: list[SlotInfo] = await self._call("inventory", node_id)
+        slots: list[SlotInfo] = await self._first.call("inventory", node_id)
         return slots
 
     async def close(self, node_id: str) -> None:
@@ -138,39 +144,26 @@ class SimulatedGroup:
     async def release(self) -> None:
         pass
 
-    def _read(self) -> None:
-        batch: EventBatch | None = self.decoder.receive(self._pipe)
-        if batch is not None:
-            self._dispatch(batch)
+    def _wait_end(self, worker: int) -> Any:
+        """The reference of a call that ends with the worker."""
+        self._ends[worker] = future = Future()
+        return SimpleNamespace(future=lambda: future)
 
-    def _dispatch(self, batch: EventBatch) -> None:
-        for node, event, fault_s in batch.faults:
-            self.num_faults += 1
-            self._unanswered_faults_s.append(fault_s)
-            self._vault_events[node].put_nowait(event)
-        for info in batch.started:
-            self._started.put_nowait(info)
-        for request_id, reply in batch.replies:
-            self._callbacks.pop(request_id)(reply)
+    def _end(self, worker: int) -> None:
+        """Ray reports a worker's death."""
+        self._ends.pop(worker).set_exception(ActorUnschedulableError("it was killed"))
 
     def _broadcast(self, name: str, workers: Collection[int], *args: Any) -> PendingReplies:
-        replies, request_id = PendingReplies(workers), next(self._request_ids)
-        self._callbacks[request_id] = lambda _: replies.mark_done(workers)
-        self._enqueue(name, workers, *args, request_id=request_id)
+        replies = PendingReplies(workers)
+
+        async def call() -> None:
+            await self._first.call(name, workers, *args)
+            replies.mark_done(tuple(workers))
+
+        self._spawn(call())
         return replies
 
-    async def _call(self, name: str, *args: Any) -> Any:
-        request_id = next(self._request_ids)
-        future = self._loop.create_future()
-        self._callbacks[request_id] = lambda reply: future.done() or future.set_result(reply)
-        self._enqueue(name, *args, request_id=request_id)
-        return await future
-
-    def _enqueue(self, name: str, *args: Any, request_id: int | None = None) -> None:
-        if not self._commands:  # commands of one event loop iteration are sent together
-            self._loop.call_soon(self._send)
-        self._commands.append((name, args, request_id))
-
-    def _send(self) -> None:
-        commands, self._commands = self._commands, []
-        self._pipe.send(commands)
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,10 +1,11 @@
 """CPU usage and reaction time of the controller, with simulated workers that fail.
 
 The real controller runs in its own process in real time; workers and vaults are simulated in
-another process (`control_cluster`), connected by pipes. Job metrics are scraped every 10 s, and the
-journal, the log and the event feed are written as usual. Every fault is repaired and the worker is
-replaced; a fault before a repair has completed a step is part of that repair. The results are the
-share of a CPU core, and the time from a fault to the first command after it (including the pipe).
+another process (`control_cluster`), connected by the nodes' streams. Job metrics are scraped every
+10 s, and the journal, the log and the event feed are written as usual. Every fault is repaired and
+the worker is replaced; a fault before a repair has completed a step is part of that repair. The
+results are the share of a CPU core, receiving included, and the time from a fault to the first
+command after it.
 
     python -m benchmarks.control_plane --workers 250,1000,4000 --seconds 20
 """
@@ -19,7 +20,6 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
@@ -58,8 +58,7 @@ class Row:
     """Results for one number of workers.
 
     Args:
-        core: CPU seconds of the controller per second, excluding decoding of pipe messages.
-        decoding_core: CPU seconds of that decoding per second; on a cluster, Ray does this work.
+        core: CPU seconds of the controller per second.
         quiet_core: like `core`, before the first fault.
         faults, repaired: number of faults, and of those in completed repairs.
         answer_ms: from a fault to the first command: 50th and 99th percentile, and maximum.
@@ -69,7 +68,6 @@ class Row:
     workers: int
     seconds: float
     core: float
-    decoding_core: float
     quiet_core: float
     faults: int
     repaired: int
@@ -117,11 +115,9 @@ def make_job(folder: str, workers: int) -> JobPlan:
     return make_plan(validate_document(JobSpec, document, "job"), "simulated:train")
 
 
-async def measure(
-    scale: Scale, seconds: float, pipes: tuple[Connection, Connection], folder: str
-) -> Row:
+async def measure(scale: Scale, seconds: float, agents: tuple[int, bytes], folder: str) -> Row:
     """Measure one size: first without faults, then with faults."""
-    group: Any = SimulatedGroup(*pipes)
+    group: Any = SimulatedGroup(*agents, -(-scale.workers // scale.per_node))
     archive: Any = _EmptyArchive()
     plan, clock = make_job(folder, scale.workers), Clock()
     counter = _EventCounter()
@@ -140,9 +136,9 @@ async def measure(
         try:
             await _wait_running(counter.running, job)
             await asyncio.sleep(WARMUP_S)
-            quiet, _ = await _cpu_share(WARMUP_S, group)
+            quiet = await _cpu_share(WARMUP_S)
             await group.inject_faults(scale.fault_s)
-            share, decoding = await _cpu_share(seconds, group)
+            share = await _cpu_share(seconds)
             await group.inject_faults(0.0)
             await _wait_until(lambda: counter.repaired == group.num_faults)
         finally:
@@ -160,7 +156,6 @@ async def measure(
         workers=scale.workers,
         seconds=seconds,
         core=share,
-        decoding_core=decoding,
         quiet_core=quiet,
         faults=group.num_faults,
         repaired=counter.repaired,
@@ -196,38 +191,36 @@ async def _scrape(telemetry: Telemetry) -> None:
         await asyncio.sleep(SCRAPE_INTERVAL_S)
 
 
-async def _cpu_share(seconds: float, group: SimulatedGroup) -> tuple[float, float]:
-    """Share of a core of the process without decoding, and of the decoding."""
-    wall_s, cpu_s, decoding_s = time.monotonic(), time.process_time(), group.decoder.cpu_s
+async def _cpu_share(seconds: float) -> float:
+    """Share of a core of the process."""
+    wall_s, cpu_s = time.monotonic(), time.process_time()
     await asyncio.sleep(seconds)
-    wall_s, decoding_s = time.monotonic() - wall_s, group.decoder.cpu_s - decoding_s
-    return (time.process_time() - cpu_s - decoding_s) / wall_s, decoding_s / wall_s
+    return (time.process_time() - cpu_s) / (time.monotonic() - wall_s)
 
 
 def measure_in_processes(scale: Scale, seconds: float, seed: int) -> Row:
     parent_pipe, child_pipe = multiprocessing.Pipe()
-    receiver, sender = multiprocessing.Pipe(duplex=False)
     cluster = multiprocessing.get_context("spawn").Process(
-        target=run, args=(scale, child_pipe, sender, seed), daemon=True
+        target=run, args=(scale, child_pipe, seed), daemon=True
     )
     cluster.start()
     child_pipe.close()
-    sender.close()
     try:
         with TemporaryDirectory() as folder:
-            return asyncio.run(measure(scale, seconds, (parent_pipe, receiver), folder))
+            return asyncio.run(measure(scale, seconds, parent_pipe.recv(), folder))
     finally:
+        parent_pipe.close()
         cluster.join(5.0)
         cluster.kill()
 
 
 def show(rows: list[Row], console: Console) -> None:
     console.print(format_machine(describe_machine()))
-    names = ("workers", "core", "decoding", "core, quiet", "faults", "repaired", "repairs")
+    names = ("workers", "core", "core, quiet", "faults", "repaired", "repairs")
     table = Table(*names, "p50 ms", "p99 ms", "max ms", box=None, pad_edge=False)
     for row in rows:
         times = (f"{value:.1f}" for value in row.answer_ms)
-        share = f"{row.core:.1%}", f"{row.decoding_core:.1%}", f"{row.quiet_core:.1%}"
+        share = f"{row.core:.1%}", f"{row.quiet_core:.1%}"
         counts = map(str, (row.faults, row.repaired, row.repairs))
         table.add_row(str(row.workers), *share, *counts, *times)
     console.print(table)

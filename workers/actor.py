@@ -8,10 +8,13 @@ import socket
 import struct
 from fcntl import ioctl
 from importlib import import_module
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from rayzero.workers.agent.link import worker_socket
+from rayzero.workers.agent.message_sender import MessageSender
 from rayzero.workers.lifetimes import WORKER_ASKS, OrphanWatch
 from rayzero.workers.messages import WorkerInfo, WorkerSpec
 from rayzero.workers.nccl_settings import use_interface
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from rayzero.workers.worker import WorkerProcess
 
 COMMAND_THREADS = 4
-"""One for the long poll; the others keep the worker reachable meanwhile."""
+"""One for `wait_end`; the others keep the worker reachable if a command takes long."""
 
 _SIOCGIFADDR = 0x8915  # SIOCGIFADDR
 
@@ -38,7 +41,9 @@ class WorkerActor:
         enable_crash_report()
         gc.disable()  # until `describe`: imports with collections take a quarter more CPU time
         self._process = self._make_process(spec, index)
+        self._spec = spec
         self._index = index
+        self._sender: MessageSender | None = None
         OrphanWatch(orphan_s, WORKER_ASKS)
 
     def _make_process(self, spec: WorkerSpec, index: int) -> WorkerProcess | RoleProcess:
@@ -46,22 +51,30 @@ class WorkerActor:
         return process
 
     def describe(self) -> WorkerInfo:
-        """Returns where this worker runs, once its process is ready for a generation."""
+        """Returns where this worker runs, once its process is ready for a generation. Its messages
+        go to its node's agent from then on."""
         ip = self._process.node_address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         if interface := interface_for(ip):
             use_interface(os.environ, interface)
         self._process.warm_up()
         gc.freeze()  # excludes the imported modules: a collection takes 0.3 ms instead of 170
         gc.enable()
-        context = ray.get_runtime_context()
+        node_id = ray.get_runtime_context().get_node_id()
+        if self._sender is None:
+            address = worker_socket(self._spec.name, self._spec.run, node_id)
+            self._sender = MessageSender(address, self._index, self._process.poll)
         return WorkerInfo(
             index=self._index,
-            node_id=context.get_node_id(),
+            node_id=node_id,
             node=socket.gethostname(),
             ip=ip,
             pid=os.getpid(),
             cores=len(os.sched_getaffinity(0)),
         )
+
+    def wait_end(self) -> None:
+        """Never returns: Ray fails the call, with the cause, when the process or its node ends."""
+        Event().wait()
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls one of `WorkerCalls` in this process."""

@@ -29,8 +29,8 @@ _CHECK_S = 0.05
 _LENGTH = Struct(">Q")
 
 
-class MessageServer(ABC):
-    """Answers on a free port of `address`, on an event loop in a thread of its own, from
+class AuthenticatedServer(ABC):
+    """Serves clients on a free port of `address`, on an event loop in a thread of its own, from
     construction until `close`.
 
     Args:
@@ -63,9 +63,9 @@ class MessageServer(ABC):
         self._thread.start()
 
     @abstractmethod
-    async def answer(self, request: list[bytes], is_lost: Callable[[], bool]) -> Sequence[bytes]:
-        """The reply to a request; on the server's thread. `is_lost`: whether nobody is there any
-        more to get it."""
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serves a client that has been authenticated, until it has left, which may raise OSError
+        or EOFError; on the server's thread."""
 
     def admit(self, secret: bytes) -> None:
         """Serves the clients that know `secret`; those that have connected before wait for this."""
@@ -102,14 +102,7 @@ class MessageServer(ABC):
             async with asyncio.timeout(self._timeout_s):
                 await self._authenticate(reader, writer)
 
-            def is_lost() -> bool:
-                return reader.at_eof() or writer.is_closing()
-
-            while True:
-                (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-                request = _unpack(await reader.readexactly(size))
-                writer.write(_pack(await self.answer(request, is_lost)))
-                await writer.drain()
+            await self.serve(reader, writer)
         except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
             pass  # the client has left, or is a stranger; or the server ends
         finally:
@@ -126,6 +119,45 @@ class MessageServer(ABC):
         if not hmac.compare_digest(proof, _prove(self._secret, b"client", own + other)):
             raise PermissionError
         writer.write(_prove(self._secret, b"server", own + other))
+
+
+class MessageServer(AuthenticatedServer):
+    """A server of requests and their replies. Arguments and errors as of `AuthenticatedServer`."""
+
+    @abstractmethod
+    async def answer(self, request: list[bytes], is_lost: Callable[[], bool]) -> Sequence[bytes]:
+        """The reply to a request; on the server's thread. `is_lost`: whether nobody is there any
+        more to get it."""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answers a client's requests, one at a time."""
+
+        def is_lost() -> bool:
+            return reader.at_eof() or writer.is_closing()
+
+        while True:
+            (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+            request = _unpack(await reader.readexactly(size))
+            writer.write(_pack(await self.answer(request, is_lost)))
+            await writer.drain()
+
+
+async def connect(
+    host: str, port: int, secret: bytes
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection to an `AuthenticatedServer`, for what its `serve` reads and writes. Raises
+    OSError or EOFError; PermissionError if the server does not know the secret."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        other, own = await reader.readexactly(_PROOF_BYTES), os.urandom(_PROOF_BYTES)
+        writer.write(own + _prove(secret, b"client", other + own))
+        expected = _prove(secret, b"server", other + own)
+        if not hmac.compare_digest(await reader.readexactly(_PROOF_BYTES), expected):
+            raise PermissionError("the server does not know the secret")
+        return reader, writer
+    except BaseException:
+        writer.transport.abort()
+        raise
 
 
 class MessageConnection:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rayzero.workers.chaos.spec import FaultSpec
-from rayzero.workers.messages import GenerationSpec, RankAssignment, WorkerMessage
+from rayzero.workers.messages import GenerationSpec, RankAssignment
 from rayzero.workers.stacks import Stacks
 from rayzero.workers.vault.records import SlotInfo
 
@@ -23,9 +23,6 @@ class WorkerCalls(Protocol):
 
     def assign(self, generation: GenerationSpec, member: RankAssignment) -> None:
         """Starts a generation: joins its process group, then calls the training function."""
-
-    def poll(self, timeout_s: float) -> list[WorkerMessage]:
-        """The messages since the last poll, and a heartbeat at the end; waits for the first."""
 
     def stop(self, generation: int) -> None:
         """Leaves the generation at the training function's next report, phase or step; `Stopped`

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MAX_LINES_BYTES = 4 * 2**20
 """Of log lines kept for one poll. The controller's process takes these from every worker."""
+MAX_DETAILED = 256
+"""Messages kept for one poll with all their gauges."""
 MAX_LINE_CHARACTERS = 16 * 1024
 """A longer line is passed in parts."""
 MAX_ERROR_CHARACTERS = 32 * 1024
@@ -28,8 +30,10 @@ MAX_ERROR_CHARACTERS = 32 * 1024
 class Outbox:
     """A message queue filled by any thread and emptied by a long poll.
 
-    Only log lines are bounded: without a poll, the oldest are dropped and counted. After a log line
-    or a step report a poll lingers briefly, so that fast steps share a round trip.
+    Log lines are bounded: without a poll, the oldest are dropped and counted. Of step reports none
+    is dropped: beyond `MAX_DETAILED` the oldest lose their detailed gauges, whose names have a
+    slash. After a log line or a step report a poll lingers briefly, so that fast steps share a
+    round trip.
     """
 
     def __init__(self, linger_s: float = 0.05, max_lines: int = MAX_ITEMS) -> None:
@@ -38,6 +42,7 @@ class Outbox:
         self._ready = Condition()
         self._linger_s = linger_s
         self._count = 0
+        self._looked_at = 0  # of the numbered ones, for details that are too old
         self._urgent = False
 
     def post(self, message: WorkerMessage) -> None:
@@ -50,6 +55,7 @@ class Outbox:
                 self._lines.append((self._count, message))
             else:
                 self._numbered.append((self._count, message))
+                self._drop_old_details()
                 self._urgent = self._urgent or not isinstance(message, StepReport)
             self._ready.notify_all()
 
@@ -62,12 +68,20 @@ class Outbox:
             numbered, lines = self._numbered, list(self._lines.since(0))
             dropped, nbytes = self._lines.take_dropped()
             self._lines.clear()
-            self._numbered, self._urgent = [], False
+            self._numbered, self._looked_at, self._urgent = [], 0, False
         messages = [message for _, message in sorted([*numbered, *lines], key=itemgetter(0))]
         if dropped:
             text = dropped_lines_text(dropped, nbytes, f"pid {os.getpid()}")
             messages.insert(0, replace(lines[0][1], stream="stderr", text=text))
         return messages
+
+    def _drop_old_details(self) -> None:
+        while len(self._numbered) - self._looked_at > MAX_DETAILED:
+            number, message = self._numbered[self._looked_at]
+            if isinstance(message, StepReport):
+                gauges = {name: it for name, it in message.gauges.items() if "/" not in name}
+                self._numbered[self._looked_at] = number, replace(message, gauges=gauges)
+            self._looked_at += 1
 
 
 def _shorten(text: str) -> str:

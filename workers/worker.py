@@ -114,6 +114,7 @@ class WorkerProcess(UserProcess, WorkerCalls):
             self._training_thread.start(channel, body, ahead=assignment.is_ahead)
 
     def poll(self, timeout_s: float) -> list[WorkerMessage]:
+        """The messages since the last poll, and a heartbeat at the end; waits for the first."""
         return [*self._outbox.poll(timeout_s), self._training_thread.heartbeat(self._channel)]
 
     def stop(self, generation: int) -> None:

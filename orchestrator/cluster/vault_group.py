@@ -1,29 +1,62 @@
-"""The vaults of a job: Ray actors, one on every node with a worker."""
+"""The vaults of a job, one on every node with a worker: Ray actors, called over their streams."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, TypeVarTuple
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rayzero.orchestrator.cluster.node_links import NodeLink, WorkerMail
 from rayzero.orchestrator.cluster.ray_api import ACTOR_LOST, death_cause, wait_gone
 from rayzero.orchestrator.errors import JobFailedError, VaultLostError
+from rayzero.workers.agent.link import AgentAddress, Attach
 from rayzero.workers.chaos.node import network_id
 from rayzero.workers.chaos.spec import FaultSpec
 from rayzero.workers.lifetimes import NAMESPACE, VAULT, Owned, owned_name
 from rayzero.workers.messages import WorkerSpec
-from rayzero.workers.vault.actor import VAULT_COMMAND_THREADS, VaultActor
+from rayzero.workers.vault.actor import VAULT_CALL_THREADS, VaultActor
+from rayzero.workers.vault.records import VaultEvent
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 _START_TIMEOUT_S = 60.0
+_UNAVAILABLE_PAUSE_S = 1.0
+
+
+@dataclass(eq=False)
+class _NodeVault:
+    """A node's vault.
+
+    Args:
+        opening: makes its stream. It is not cancelled, which would cancel those that wait: the end
+            of the process or of the stream ends it.
+        life: waits for its end by Ray, which knows the cause.
+    """
+
+    actor: Any
+    address: AgentAddress | None = None
+    link: NodeLink | None = None
+    opening: asyncio.Task[str] = field(init=False)
+    life: asyncio.Task[None] | None = None
+    ended: bool = False
+
+    def end(self, cause: str) -> None:
+        """Ends the process and the stream."""
+        self.ended = True
+        if self.life is not None:
+            self.life.cancel()
+        if self.link is not None:
+            self.link.end(VaultLostError(cause))
+        ray.kill(self.actor)  # it may live: Ray could not reach it for a while
 
 
 class VaultGroup:
@@ -33,15 +66,19 @@ class VaultGroup:
     A lost vault is removed, so that the next `open` starts another one on its node.
 
     Args:
+        epoch: of this controller's claim on the job: vaults obey none with a lower one.
         orphan_s: as of `OrphanWatch`, also for workers.
     """
 
-    def __init__(self, spec: WorkerSpec, orphan_s: float = 0.0) -> None:
+    def __init__(self, spec: WorkerSpec, epoch: int = 0, orphan_s: float = 0.0) -> None:
         self._spec = spec
         self.orphan_s = orphan_s
         self._faults = spec.faults
+        self._attach = Attach(epoch, os.urandom(16))
+        self.mail = WorkerMail()
+        """The messages of workers on nodes with a vault."""
         self._actor = ray.remote(VaultActor)
-        self._vaults: dict[str, Any] = {}
+        self._vaults: dict[str, _NodeVault] = {}
         self.attached: tuple[str, ...] = ()
         """The nodes of the vaults that an earlier process has started."""
         self._shared_peers: dict[str, Any] = {}
@@ -54,17 +91,16 @@ class VaultGroup:
     async def attach(self, vaults: Iterable[Owned]) -> None:
         """Takes over those of these vaults that answer, which an earlier process of the job has
         started."""
-        found: dict[str, Any] = {}
         for vault in vaults:
             with suppress(ValueError):  # it has ended
-                found[vault.what.removeprefix(VAULT).rpartition("-")[0]] = vault.actor()
-        answers = [asyncio.wait_for(it.address.remote(), _START_TIMEOUT_S) for it in found.values()]
+                node = vault.what.removeprefix(VAULT).rpartition("-")[0]
+                self._vaults[node] = self._begin(vault.actor())
+        opened = [asyncio.shield(it.opening) for it in self._vaults.values()]
+        answers = [asyncio.wait_for(it, _START_TIMEOUT_S) for it in opened]
         replies = await asyncio.gather(*answers, return_exceptions=True)
-        for (node, actor), reply in zip(found.items(), replies, strict=True):
-            if isinstance(reply, str):
-                self._vaults[node] = actor
-            else:
-                ray.kill(actor)
+        for (node, found), reply in zip([*self._vaults.items()], replies, strict=True):
+            if not isinstance(reply, str):
+                self._remove(node, found, "it did not answer")
         self.attached = tuple(self._vaults)
 
     def start(self, node_id: str) -> None:
@@ -77,11 +113,11 @@ class VaultGroup:
             namespace=NAMESPACE,
             lifetime="detached",
             num_cpus=0,
-            max_concurrency=VAULT_COMMAND_THREADS,
+            max_concurrency=VAULT_CALL_THREADS,
             max_restarts=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        self._vaults[node_id] = actor.remote(
+        vault = actor.remote(
             spec.name,
             node_id,
             self._faults,
@@ -89,6 +125,14 @@ class VaultGroup:
             self.orphan_s,
             self._health_limit_s,
         )
+        self._vaults[node_id] = self._begin(vault)
+
+    def _begin(self, actor: Any) -> _NodeVault:
+        """Begins to make the stream of a vault."""
+        vault = _NodeVault(actor)
+        vault.opening = asyncio.create_task(self._open_stream(vault))
+        vault.opening.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return vault
 
     async def open(self, node_ids: Sequence[str]) -> dict[str, str]:
         """Starts a vault on each of these nodes that has none; the addresses by node. Raises
@@ -99,8 +143,11 @@ class VaultGroup:
             addresses = await asyncio.wait_for(starts, _START_TIMEOUT_S)
         except TimeoutError:
             raise JobFailedError(
-                f"the vaults' processes did not start within {_START_TIMEOUT_S:g} s",
-                allowed="one actor with num_cpus=0 on every node of the job",
+                f"the vaults' processes did not start within {_START_TIMEOUT_S:g} s, or their TCP"
+                f" ports cannot be reached: {self._unreachable()}",
+                allowed="one actor with num_cpus=0 on every node of the job, and connections from"
+                " the head to any port of these nodes",
+                fix="Open the ports of net.ipv4.ip_local_port_range to the head.",
             ) from None
         await self._share_peers()
         return dict(zip(nodes, addresses, strict=True))
@@ -108,17 +155,14 @@ class VaultGroup:
     async def call(self, node_id: str, method: Callable[[Any, *Ts], T], *args: *Ts) -> T:
         """Calls `method`, one of `Vault`, in a node's vault, and raises what it raises;
         VaultLostError if the vault's process or its node is gone."""
-        if node_id not in self._vaults:
-            raise VaultLostError(f"node {node_id} has no vault")
-        actor = self._vaults[node_id]
-        try:
-            reply: T = await getattr(actor, method.__name__).remote(*args)
-            return reply
-        except ACTOR_LOST as error:
-            if node_id in self._vaults and self._vaults[node_id] is actor:
-                del self._vaults[node_id]
-                ray.kill(actor)  # it may live: Ray could not reach it for a while
-            raise VaultLostError(death_cause(error)) from None
+        reply: T = await self._of_link(node_id, lambda link: link.call(method.__name__, *args))
+        return reply
+
+    async def events(self, node_id: str) -> list[VaultEvent]:
+        """What has happened on a node since the last call, which waits until there is something,
+        or for a second at most while the vault serves."""
+        events: list[VaultEvent] = await self._of_link(node_id, NodeLink.events)
+        return events
 
     async def inject_faults(self, faults: Sequence[FaultSpec]) -> None:
         """Replaces the faults that were injected since the job started, in every vault, also in
@@ -142,41 +186,86 @@ class VaultGroup:
 
     async def close(self, node_id: str) -> None:
         """Ends a node's vault, if it has one. Ray's autoscaler keeps a node with a vault alive."""
-        actor = self._vaults.pop(node_id, None)
-        if actor is not None:
-            ray.kill(actor)
-            await wait_gone([actor.usage])
+        vault = self._vaults.pop(node_id, None)
+        if vault is not None:
+            vault.end("it was closed")
+            await wait_gone([vault.actor.usage])
 
     async def release(self) -> None:
         """Ends all vaults. May be called at any time, repeatedly."""
-        actors = list(self._vaults.values())
+        vaults = list(self._vaults.values())
         self._vaults, self._shared_peers = {}, {}
-        for actor in actors:
-            ray.kill(actor)
-        await wait_gone(actor.usage for actor in actors)
+        for vault in vaults:
+            vault.end("it was closed")
+        await wait_gone(vault.actor.usage for vault in vaults)
+
+    async def _of_link(self, node_id: str, request: Callable[[NodeLink], Awaitable[Any]]) -> Any:
+        vault = self._vaults.get(node_id)
+        if vault is None or vault.link is None:
+            raise VaultLostError(f"node {node_id} has no vault")
+        try:
+            return await request(vault.link)
+        except VaultLostError as lost:
+            self._remove(node_id, vault, str(lost))
+            raise
 
     async def _start_and_wait(self, node_id: str, retry: bool = True) -> str:
         """The address of a node's vault. A lost one is started again, once."""
         self.start(node_id)
+        vault = self._vaults[node_id]
         try:
-            return await self.call(node_id, VaultActor.address)
-        except VaultLostError:
+            return await asyncio.shield(vault.opening)
+        except (VaultLostError, *ACTOR_LOST) as lost:
+            self._remove(node_id, vault, str(lost))
             if not retry:
-                raise
+                cause = death_cause(lost) if isinstance(lost, RayError) else str(lost)
+                raise VaultLostError(cause) from None
             return await self._start_and_wait(node_id, retry=False)
         except RayError as error:
             raise JobFailedError(f"a vault could not start: {death_cause(error)}") from None
 
+    async def _open_stream(self, vault: _NodeVault) -> str:
+        vault.address = await vault.actor.open.remote(self._spec.run)
+        if vault.ended:
+            raise VaultLostError("it was closed")
+        vault.link = NodeLink(vault.address, self._attach, self.mail)
+        vault.life = asyncio.create_task(self._watch(vault.actor, vault.link))
+        await vault.link.attached()
+        return vault.address.vault
+
+    async def _watch(self, actor: Any, link: NodeLink) -> None:
+        """Ends the stream with the cause that Ray knows, once the vault's process has ended."""
+        while True:
+            try:
+                await actor.wait_end.remote()
+            except ActorUnavailableError:  # it lives, as far as Ray knows
+                await asyncio.sleep(_UNAVAILABLE_PAUSE_S)
+            except RayError as error:
+                link.end(VaultLostError(death_cause(error)))
+                return
+
+    def _remove(self, node_id: str, vault: _NodeVault, cause: str) -> None:
+        if self._vaults.get(node_id) is vault:
+            del self._vaults[node_id]
+            vault.end(cause)
+
+    def _unreachable(self) -> str:
+        """The vaults that have started, and do not answer."""
+        waiting = [it for it in self._vaults.values() if not it.opening.done()]
+        addresses = [vault.address for vault in waiting]
+        return ", ".join(f"{it.host}:{it.port}" for it in addresses if it is not None) or "none"
+
     async def _share_peers(self) -> None:
         """Gives every vault the handles of the others, if they have changed since last time."""
-        vaults = dict(self._vaults)
+        vaults = {node: vault.actor for node, vault in self._vaults.items()}
         if vaults == self._shared_peers:
             return
         calls = []
         for node in vaults:
             peers = {peer: vault for peer, vault in vaults.items() if peer != node}
-            calls.append(self.call(node, VaultActor.set_peers, peers))
-        for reply in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(reply, BaseException):
-                raise reply
+            calls.append(vaults[node].set_peers.remote(peers))
+        try:
+            await asyncio.gather(*calls)
+        except ACTOR_LOST as error:
+            raise VaultLostError(death_cause(error)) from None
         self._shared_peers = vaults

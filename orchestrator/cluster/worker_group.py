@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError, RayError, RuntimeEnvSetupError
 
 from rayzero.orchestrator.aio import BackgroundTasks, Clock, PendingReplies, WorkerReports
 from rayzero.orchestrator.cluster import ray_api
-from rayzero.orchestrator.cluster.actor_calls import ActorPoller
+from rayzero.orchestrator.cluster.actor_calls import WorkerWatch
 from rayzero.orchestrator.cluster.actor_pool import ActorPool, WorkerHandle
 from rayzero.orchestrator.cluster.ray_api import ACTOR_LOST, NodeTable, death_cause
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
@@ -89,8 +89,8 @@ class WorkerGroup:
         self._started: asyncio.Queue[WorkerHandle | Exception] = asyncio.Queue()
         self._free_reservation = asyncio.Event()
         self._tasks = BackgroundTasks(self._started.put_nowait)  # `next_worker` raises their errors
-        self._poller = ActorPoller(
-            lambda worker, limit_s: self._call_actor(worker, "poll", limit_s)
+        self._watch = WorkerWatch(
+            vaults.mail, lambda worker: self._pool.get(worker).actor.wait_end.remote()
         )
 
     async def start_workers(
@@ -183,7 +183,7 @@ class WorkerGroup:
         self, workers: Iterable[int], method: Callable[[Any, *Ts], None], *args: *Ts
     ) -> PendingReplies:
         """Calls `method`, one of `WorkerCalls`, in several workers' processes."""
-        return self._poller.broadcast(
+        return self._watch.broadcast(
             workers, lambda worker: self._call_actor(worker, method.__name__, *args)
         )
 
@@ -193,17 +193,17 @@ class WorkerGroup:
         """Starts a generation on these workers, each with its own rank."""
         # It names a slot of every worker: serialized once, and fetched once for each node.
         spec = formation if len(places) < _OBJECT_STORE_WORKERS else ray.put(formation)
-        return self._poller.broadcast(
+        return self._watch.broadcast(
             places, lambda worker: self._call_actor(worker, "assign", spec, places[worker])
         )
 
     def subscribe(self, workers: Iterable[int]) -> None:
         """Includes the messages of these workers, from their first one, in `receive`."""
-        self._poller.subscribe(workers)
+        self._watch.subscribe(workers)
 
     async def receive(self) -> WorkerReports:
         """Messages and losses since the last call; waits until there are some."""
-        return await self._poller.receive()
+        return await self._watch.receive()
 
     async def draining_nodes(self) -> frozenset[str]:
         """Asks the cluster for the nodes that it drains or is about to lose; returns their ids, and
@@ -228,7 +228,7 @@ class WorkerGroup:
 
     async def release(self) -> None:
         """Ends all workers and removes all reservations. May be called at any time, repeatedly."""
-        self._poller.close()
+        self._watch.close()
         await self._tasks.cancel_all()
         await self._pool.remove_all()
 

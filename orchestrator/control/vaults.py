@@ -1,4 +1,4 @@
-"""Keeps a vault running on every node of the job, and polls the vaults for lost processes."""
+"""Keeps a vault running on every node of the job, and receives from them which processes ended."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.policies.recovery import StoredSlot, newest_complete_in_vaults
 from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.vault.process_end import ProcessEnd
-from rayzero.workers.vault.records import ProcessStalled, VaultGoneError
+from rayzero.workers.vault.records import ProcessStalled
 from rayzero.workers.vault.vault import Vault
 
 if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
     from rayzero.orchestrator.cluster.vault_group import VaultGroup
 
-VAULT_POLL_S = 2.0
-"""How long a poll waits at the vault for an event. One that takes `recovery.patience_s` longer
-shows a vault that does not serve."""
+BEAT_WAIT_S = 2.0
+"""A vault says at least once in this time that it serves. One that is silent for
+`recovery.patience_s` longer counts as lost."""
 CLOSE_UNUSED_AFTER_S = 60.0
 """How long a vault is kept on a node without workers: a replacement may come there."""
 REOPEN_BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
@@ -34,7 +34,8 @@ REOPEN_BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 
 @dataclass(eq=False)
 class VaultManager:
-    """Owns one poll task per vault. While a node has no vault, mirroring there fails softly."""
+    """Owns one task per vault, which receives its events. While a node has no vault, mirroring
+    there fails softly."""
 
     _loop: JobLoop
     _members: Members
@@ -71,7 +72,7 @@ class VaultManager:
                     **self._members.vault_addresses,
                     node: opened[node],
                 }
-                self._loop.spawn(self._poll_loop(node))
+                self._loop.spawn(self._event_loop(node))
 
     async def open_attached(self) -> None:
         """Opens the vaults of an earlier process of the job, but those lost since."""
@@ -140,13 +141,13 @@ class VaultManager:
             self._members.vault_addresses = _without(self._members.vault_addresses, node)
             await self._group.close(node)
 
-    async def _poll_loop(self, node: str) -> None:
+    async def _event_loop(self, node: str) -> None:
         while True:
             try:
-                events = await self._calls.vault(
-                    node, Vault.poll, VAULT_POLL_S, limit_s=VAULT_POLL_S + self._patience_s
+                events = await self._calls.vault_reply(
+                    self._group.events(node), limit_s=BEAT_WAIT_S + self._patience_s
                 )
-            except (VaultLostError, VaultGoneError) as lost:
+            except VaultLostError as lost:
                 if node not in self._members.vault_addresses:
                     return  # it was closed on purpose
                 self._members.vault_addresses = _without(self._members.vault_addresses, node)

@@ -249,7 +249,7 @@ class JobActor:
         past = await asyncio.to_thread(load_past_runs, plan, self._warn)
         # Rollouts in a vault belong to the process that has opened them: with roles none is kept.
         continued = past.lost.run if past.lost is not None and not plan.roles else ""
-        vaults = VaultGroup(plan.worker_spec, plan.spec.recovery.orphan_s)
+        vaults = VaultGroup(plan.worker_spec, lease.epoch, plan.spec.recovery.orphan_s)
         await vaults.attach(await inherited.end_vaults(continued))
         if repeated := await asyncio.to_thread(repeated_result, plan, past.last):
             self._warn(repeated.note)

@@ -152,6 +152,11 @@ class Lease:
             if self._lost is not None:
                 raise LeaseLostError(self._lost.seen, fix=self._lost.fix)
 
+    @property
+    def epoch(self) -> int:
+        """Greater than that of every earlier holder."""
+        return self._claim.epoch
+
     def release(self) -> None:
         """Releases the folder. May block for a few seconds; if the store does not take it, the
         lease expires."""

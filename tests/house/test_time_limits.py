@@ -52,7 +52,7 @@ REASONS = {
         orchestrator.metrics.telemetry: SNAPSHOT_INTERVAL_S HISTORY_INTERVAL_S
         orchestrator.console: STEP_INTERVAL_S
         orchestrator.background_writer: RETRY_DELAYS_S _CLOSING_RETRY_S
-        orchestrator.control.vaults: VAULT_POLL_S REOPEN_BACKOFF_S CLOSE_UNUSED_AFTER_S
+        orchestrator.control.vaults: BEAT_WAIT_S REOPEN_BACKOFF_S CLOSE_UNUSED_AFTER_S
         orchestrator.control.replication: RETRY_BACKOFF_S
         orchestrator.control.inbox: DISPATCH_SLICE_S
         orchestrator.control.generation: FLUSH_SLICE_S
@@ -67,9 +67,14 @@ REASONS = {
         orchestrator.cli.ckpt: PROGRESS_INTERVAL_S
         orchestrator.job.stop_signals: _SIGNAL_POLL_S
         orchestrator.cluster.actor_pool: _MAX_START_BACKOFF_S
+        orchestrator.cluster.node_links: SILENT_S RETRY_S ACKNOWLEDGE_S
+            READ_SLICE_S
+        orchestrator.cluster.vault_group: _UNAVAILABLE_PAUSE_S
+        workers.agent.node_agent: BEAT_S
+        workers.agent.local_workers: REPORTS_DELAY_S QUIET_DELAY_S _BIND_RETRY_S
+        workers.agent.message_sender: BEAT_S _RETRY_S
         orchestrator.cluster.ray_api: _PING_INTERVAL_S
         orchestrator.cluster.addresses: _LEAST_WAIT_S
-        orchestrator.cluster.actor_calls: _MAX_BATCH_DELAY_S _DELAY_PER_WORKER_S
         orchestrator.cluster.worker_group: _ACQUIRE_INTERVAL_S _FILL_INTERVAL_S
             _EXTRA_WORKER_WAIT_S WAITING_INTERVAL_S
     """,
@@ -117,6 +122,8 @@ REASONS = {
         orchestrator.cluster.command_client: _REPLY_TIMEOUT_S
         orchestrator.cluster.vault_group: _START_TIMEOUT_S
         orchestrator.doctor.probes: _ANSWER_S
+        orchestrator.cluster.node_links: CAUSE_WAIT_S
+        workers.agent.node_agent: _ATTACH_TIMEOUT_S
     """,
     "of a process that uses no CPU, or the least of a limit that is learned from steps": """
         workers.vault.process_watch: STALLED_S

@@ -14,9 +14,15 @@ from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 from rayzero.orchestrator.errors import VaultLostError, WorkerLostError
 from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.messages import WorkerInfo
-from rayzero.workers.vault.vault import Vault
 from tests.integration.nodes import CPUS, Nodes
-from tests.integration.tiny import LIMIT_S, groups, next_worker, request, wait_until_lost
+from tests.integration.tiny import (
+    LIMIT_S,
+    groups,
+    next_events,
+    next_worker,
+    request,
+    wait_until_lost,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +66,7 @@ async def test_lost_node_loses_workers_and_vault_and_reservations_move(
         (on_second,) = [worker for worker in initial if worker.node_id == second]
         polls = [
             asyncio.ensure_future(wait_until_lost(workers, on_second.index)),
-            asyncio.ensure_future(vaults.call(second, Vault.poll, 30)),
+            asyncio.ensure_future(next_events(vaults, second)),
         ]
         await asyncio.sleep(0.5)
         nodes.kill(second)

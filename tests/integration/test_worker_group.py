@@ -20,7 +20,15 @@ from rayzero.workers.messages import GenerationSpec, RankAssignment, WorkerInfo
 from rayzero.workers.vault.records import ConnectionLost
 from rayzero.workers.vault.vault import Vault
 from tests.integration.conftest import CPUS, Head
-from tests.integration.tiny import LIMIT_S, groups, next_worker, request, wait_until_lost
+from tests.integration.tiny import (
+    LIMIT_S,
+    groups,
+    next_events,
+    next_lines,
+    next_worker,
+    request,
+    wait_until_lost,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_leaks")]
 
@@ -149,7 +157,7 @@ async def check_kill_of_hung_worker(
     }
     await workers.assign(GenerationSpec(1, 2, "", 0), assignments).wait_all()
     os.kill(second.pid, signal.SIGSTOP)
-    poll = asyncio.ensure_future(vaults.call(node, Vault.poll, LIMIT_S))
+    poll = asyncio.ensure_future(next_events(vaults, node))
     await asyncio.sleep(0.1)
     await workers.kill(1)
     assert await poll == [ConnectionLost(1, second.pid)]
@@ -162,7 +170,7 @@ async def check_lost_vault(head: Head, vaults: VaultGroup, node: str) -> None:
     assert await vaults.open([node, node]) == first
     assert await vaults.call(node, Vault.inventory) == []
     (vault,) = head.processes("ray::VaultActor")
-    poll = asyncio.ensure_future(vaults.call(node, Vault.poll, 30))
+    poll = asyncio.ensure_future(next_events(vaults, node))
     await asyncio.sleep(0.2)
     vault.kill()
     with pytest.raises(VaultLostError):
@@ -179,8 +187,12 @@ async def test_workers_are_killed_with_and_without_vault_which_is_reopened_when_
 ):
     async with groups(tmp_path) as (workers, vaults):
         first, second = await workers.start_workers(request(2, 2))
+        workers.subscribe([first.index])
         await check_kill_of_hung_worker(workers, vaults, first, second)
+        before = await next_lines(workers, first.index, 10)
         await check_lost_vault(head, vaults, first.node_id)
+        lines = before + await next_lines(workers, first.index, 30)
+        assert lines == [*range(lines[0], lines[-1] + 1)], "none is lost or repeated"
         await vaults.close(first.node_id)
         await workers.kill(0)
         await wait_until_lost(workers, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,8 +18,11 @@ from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 from rayzero.orchestrator.policies.placement import ResourceRequest
+from rayzero.workers.agent.link import worker_socket
+from rayzero.workers.agent.message_sender import MessageSender
 from rayzero.workers.messages import (
     GenerationSpec,
+    LogLine,
     MirrorPolicy,
     RankAssignment,
     WorkerInfo,
@@ -26,6 +30,7 @@ from rayzero.workers.messages import (
     WorkerSpec,
 )
 from rayzero.workers.vault.client import VaultClient
+from rayzero.workers.vault.records import VaultEvent
 
 LIMIT_S = 150.0
 
@@ -39,7 +44,9 @@ class TinyWorker:
     """
 
     def __init__(self, spec: WorkerSpec, index: int, orphan_s: float) -> None:
+        self._spec = spec
         self._index = index
+        self._polls = 0
         self._crash_file = spec.args.get("crash_file", "")
         self._gate = spec.args.get("gate", "")
         self._vault: VaultClient | None = None
@@ -51,16 +58,24 @@ class TinyWorker:
             Path(f"{self._gate}-{self._index}").touch()
             while not Path(self._gate).exists():
                 time.sleep(0.05)
-        context = ray.get_runtime_context()
-        node_id = context.get_node_id()
+        node_id = ray.get_runtime_context().get_node_id()
+        MessageSender(
+            worker_socket(self._spec.name, self._spec.run, node_id),
+            self._index,
+            lambda _: self.poll(0.1),
+        )
         return WorkerInfo(self._index, node_id, socket.gethostname(), "127.0.0.1", os.getpid())
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self, method)(*args)
 
+    def wait_end(self) -> None:
+        threading.Event().wait()
+
     def poll(self, timeout_s: float) -> list[WorkerMessage]:
         time.sleep(timeout_s)
-        return []
+        self._polls += 1
+        return [LogLine(self._index, "stdout", f"{self._polls}")]
 
     def open_store(self) -> int:
         """Stub for an arbitrary command. Returns the process id."""
@@ -96,7 +111,7 @@ async def wait_until_lost(workers: WorkerGroup, *indices: int) -> dict[int, str]
     workers.subscribe(indices)
     async with asyncio.timeout(LIMIT_S):
         while not lost.keys() >= set(indices):
-            lost |= (await workers.receive()).lost
+            lost |= dict((await workers.receive()).lost)
     return lost
 
 
@@ -122,3 +137,22 @@ def request(min_workers: int, max_workers: int, cpus: float = 1.0) -> ResourceRe
 
 async def next_worker(workers: WorkerGroup) -> WorkerInfo:
     return await asyncio.wait_for(workers.next_worker(), LIMIT_S)
+
+
+async def next_events(vaults: VaultGroup, node: str) -> list[VaultEvent]:
+    """Wait for what happens on a node."""
+    async with asyncio.timeout(LIMIT_S):
+        while not (events := await vaults.events(node)):
+            pass
+    return events
+
+
+async def next_lines(workers: WorkerGroup, worker: int, number: int) -> list[int]:
+    """The numbers of a worker's next lines."""
+    found: list[int] = []
+    async with asyncio.timeout(LIMIT_S):
+        while len(found) < number:
+            for index, messages in (await workers.receive()).messages:
+                if index == worker:
+                    found += [int(it.text) for it in messages if isinstance(it, LogLine)]
+    return found

@@ -25,6 +25,7 @@ from rayzero.orchestrator.aio import (
     WorkerReports,
     with_timeout,
 )
+from rayzero.orchestrator.control.vaults import BEAT_WAIT_S
 from rayzero.orchestrator.errors import (
     JobFailedError,
     VaultLostError,
@@ -693,14 +694,14 @@ class FakeVaultGroup:
         vault = self._vault(node_id)
         vault.rollouts = vault.buffer = None
 
-    async def poll(self, node_id: str, timeout_s: float) -> list[ConnectionLost]:
+    async def events(self, node_id: str) -> list[ConnectionLost]:
         if self._vault(node_id).failure == "hangs":
             await asyncio.Event().wait()
         if self._vault(node_id).failure == "broken":
-            raise VaultGoneError("its thread has ended")
+            raise VaultLostError("its thread has ended")
         try:
             events = await with_timeout(
-                self._cluster.clock, timeout_s, self._vault(node_id).events.get()
+                self._cluster.clock, BEAT_WAIT_S, self._vault(node_id).events.get()
             )
         except TimeoutError:
             return []

@@ -62,6 +62,19 @@ def test_only_oldest_lines_are_dropped_and_counted():
     assert outbox.poll(0) == [line("e")]
 
 
+def test_old_reports_lose_details_and_none_is_lost():
+    outbox = Outbox(linger_s=0)
+    gauges = {"loss": 1.0, "phases/data": 2.0}
+    for step in range(1, output.MAX_DETAILED + 11):
+        outbox.post(StepReport(1, 0, step, {"tokens": 3.0}, gauges, 4.0))
+    reports = [message for message in outbox.poll(0) if isinstance(message, StepReport)]
+    assert [report.step for report in reports] == [*range(1, output.MAX_DETAILED + 11)]
+    assert [report.gauges for report in reports] == [{"loss": 1.0}] * 10 + [gauges] * (
+        output.MAX_DETAILED
+    )
+    assert {report.counters["tokens"] for report in reports} == {3.0}
+
+
 def test_lines_are_bounded_by_bytes():
     outbox = Outbox(linger_s=0)
     for number in range(1000):

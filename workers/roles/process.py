@@ -84,6 +84,7 @@ class RoleProcess(UserProcess, RoleCalls):
         self.view = view
 
     def poll(self, timeout_s: float) -> list[WorkerMessage]:
+        """The messages since the last poll, and a heartbeat at the end; waits for the first."""
         messages = self._outbox.poll(timeout_s)
         reports = self.reporter.take(self.log_role, self._number)
         return [*reports, *messages, self.progress.heartbeat()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from rayzero.workers.messages import WorkerMessage
 from rayzero.workers.roles.view import RoleView
 from rayzero.workers.stacks import Stacks
 
@@ -22,9 +21,6 @@ class RoleCalls(Protocol):
 
     def update(self, view: RoleView) -> None:
         """The job has changed: what waits for that looks again."""
-
-    def poll(self, timeout_s: float) -> list[WorkerMessage]:
-        """The messages since the last poll, and a heartbeat at the end; waits for the first."""
 
     def end(self) -> None:
         """The job ends: the context's waits and checks raise SystemExit from now on."""

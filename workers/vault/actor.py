@@ -1,6 +1,7 @@
-"""The Ray actor of a vault. Imports no torch, so that it starts fast.
+"""The Ray actor of a vault: its node's agent. Imports no torch, so that it starts fast.
 
-Created with `num_cpus=0` on its node and `max_concurrency=VAULT_COMMAND_THREADS`. `set_peers` then
+Created with `num_cpus=0` on its node and `max_concurrency=VAULT_CALL_THREADS`. The controller finds
+it by `open`, and watches its life by `wait_end`; commands then come over the stream. `set_peers`
 passes it the other nodes' vaults, and again whenever one of them is replaced.
 """
 
@@ -11,6 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,8 @@ from numpy.typing import NDArray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from rayzero.engine.errors import RayzeroError
+from rayzero.workers.agent.link import AgentAddress, worker_socket
+from rayzero.workers.agent.node_agent import AgentServer
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, inject_store_faults
 from rayzero.workers.chaos.node import inject_node_fault, why_impossible
 from rayzero.workers.chaos.spec import FaultFired, FaultSpec
@@ -27,8 +31,8 @@ from rayzero.workers.vault.images import VERIFY_S_PER_BYTE
 from rayzero.workers.vault.records import SlotRef, VaultEvent, VaultGoneError
 from rayzero.workers.vault.vault import Vault
 
-VAULT_COMMAND_THREADS = 8
-"""The long poll, a checkpoint, a copy and a stack dump each hold one; the rest answer at once."""
+VAULT_CALL_THREADS = 8
+"""`wait_end` holds one; the others serve the vaults of other nodes."""
 
 _FETCH_TIMEOUT_S = 30.0
 
@@ -56,6 +60,8 @@ class VaultActor(Vault):
     ) -> None:
         with suppress(OSError):  # Ray raises workers' niceness; detecting a death must not wait
             os.setpriority(os.PRIO_PROCESS, 0, 0)
+        self._agent: AgentServer | None = None
+        self._own_names = job, node_id
         self._peers: Mapping[str, Any] = {}
         self._fired: deque[FaultFired] = deque()
         self._faults = FaultSchedule(FaultRecord(output_dir), self._fired.append)
@@ -65,6 +71,20 @@ class VaultActor(Vault):
         if health_limit_s is not None:
             self.check_health(health_limit_s)
         OrphanWatch(orphan_s, VAULT_ASKS)
+
+    def open(self, run: str) -> AgentAddress:
+        """Listens for the controller and for the workers of a run. Idempotent. Raises ConfigError
+        if Ray's address of this node is none of its interfaces'."""
+        host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        if self._agent is None:
+            self._agent = AgentServer(host, self, self.poll)
+        job, node_id = self._own_names
+        self._agent.serve_workers(worker_socket(job, run, node_id))
+        return AgentAddress(self.address(), host, self._agent.port, self._agent.secret)
+
+    def wait_end(self) -> None:
+        """Never returns: Ray fails the call, with the cause, when the process or its node ends."""
+        Event().wait()
 
     def set_peers(self, peers: Mapping[str, Any]) -> None:
         """Replaces the actor handles of the other nodes' vaults, by node id."""

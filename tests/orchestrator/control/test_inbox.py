@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from concurrent.futures import Future
 from functools import partial
 from threading import Thread
@@ -13,12 +14,14 @@ from ray.exceptions import ActorUnschedulableError
 
 from rayzero.engine.errors import EngineError
 from rayzero.orchestrator.aio import WORKER_POLL_S, WorkerReports
-from rayzero.orchestrator.cluster.actor_calls import ActorPoller, FutureBatcher
+from rayzero.orchestrator.cluster.actor_calls import FutureBatcher, WorkerWatch
+from rayzero.orchestrator.cluster.node_links import WorkerMail
 from rayzero.orchestrator.control.inbox import DISPATCH_SLICE_S, UndeliveredLines, WorkerInbox
 from rayzero.orchestrator.control.loop import JobLoop
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.errors import WorkerLostError
 from rayzero.orchestrator.policies.membership import WorkerLimits
+from rayzero.workers.agent.link import WorkerFrame
 from rayzero.workers.messages import Heartbeat, LogLine, StepReport, WorkerMessage
 from tests.orchestrator.support import VirtualClock, settle
 
@@ -148,52 +151,32 @@ class FakeActorCalls:
         thread.join()
 
 
-async def test_polls_continue_until_worker_is_lost():
-    calls = FakeActorCalls()
-    poller = ActorPoller(calls)
-    poller.subscribe([1, 2])
-    calls.complete(1, [HEARTBEAT])
-    calls.complete(2, [])
-    assert sorted((await poller.receive()).messages) == [(1, [HEARTBEAT]), (2, [])]
-    calls.complete(2, ActorUnschedulableError("it died"))
-    calls.removed.add(1)
-    calls.complete(1, [])
-    lost = dict((await poller.receive()).lost)
-    assert "it died" in lost[2]
-    assert "dismissed" in lost[1]
-    assert calls.pending == {}, "no further polls"
-    poller.subscribe([3])
-    calls.complete(3, EngineError("a mistake"))
-    with pytest.raises(EngineError):
-        await poller.receive()
-    poller.close()
+def send(mail: WorkerMail, worker: int, number: int, *messages: WorkerMessage) -> None:
+    mail.deliver(WorkerFrame(worker, number, pickle.dumps([*messages])))
 
 
-async def test_batcher_delays_messages_but_not_lost_workers():
-    calls, results, batches = FakeActorCalls(), [], []
-    batcher = FutureBatcher(lambda: batches.append(len(results)))
-    batcher.batch_delay_s = 3600.0
-    for worker in range(4):
-        batcher.add_call(calls(worker), lambda future: results.append(future.exception()))
-    calls.complete(0, [HEARTBEAT])
-    await settle()
-    assert batches == [1], "the first message is not delayed"
-    calls.complete(1, [HEARTBEAT])
-    calls.complete(2, [HEARTBEAT])
-    await settle()
-    assert batches == [1], "the next messages are batched"
-    calls.complete(3, ActorUnschedulableError("it died"))
-    await settle()
-    assert batches == [1, 4], "an error is not delayed"
-    assert results[:3] == [None] * 3
-    batcher.close()
+async def test_messages_come_until_worker_is_lost():
+    ends, mail = FakeActorCalls(), WorkerMail()
+    watch = WorkerWatch(mail, ends)
+    ends.removed.add(3)
+    send(mail, 2, 1)
+    watch.subscribe([1, 2, 3])
+    send(mail, 1, 1, HEARTBEAT)
+    reports = await watch.receive()
+    assert sorted(reports.messages) == [(1, [HEARTBEAT]), (2, [])]
+    assert "dismissed" in dict(reports.lost)[3]
+    ends.complete(2, ActorUnschedulableError("it died"))
+    assert "it died" in dict((await watch.receive()).lost)[2]
+    send(mail, 2, 2, HEARTBEAT)
+    send(mail, 1, 2)
+    assert (await watch.receive()).messages == [(1, [])]
+    watch.close()
 
 
 async def test_batcher_delivers_every_result():
     calls, results = FakeActorCalls(), []
     batcher = FutureBatcher(lambda: None)
-    batcher.batch_delay_s = 0.01
-    for worker in range(20):  # some within the delay of a batch, some after it
+    for worker in range(20):  # some before the loop has a turn, some after it
         batcher.add_call(calls(worker), results.append)
         calls.complete(worker, [HEARTBEAT])
         while len(results) <= worker and worker % 3:
@@ -204,20 +187,20 @@ async def test_batcher_delivers_every_result():
 
 
 async def test_broadcast_waits_for_live_workers():
-    polls, commands = FakeActorCalls(), FakeActorCalls()
-    poller = ActorPoller(polls)
-    poller.subscribe([1, 2, 3])
+    ends, commands = FakeActorCalls(), FakeActorCalls()
+    watch = WorkerWatch(WorkerMail(), ends)
+    watch.subscribe([1, 2, 3])
     commands.removed.add(3)
-    replies = poller.broadcast([1, 2, 3], commands)
+    replies = watch.broadcast([1, 2, 3], commands)
     assert replies.pending == {1, 2}
     commands.complete(1, None)
     await replies.wait_any(frozenset({1}))
     assert replies.pending == {2}
     commands.complete(2, ActorUnschedulableError("it died"))
     await replies.wait_all()
-    assert {worker for worker, _ in (await poller.receive()).lost} == {2, 3}
-    replies = poller.broadcast([1], commands)
+    assert {worker for worker, _ in (await watch.receive()).lost} == {2, 3}
+    replies = watch.broadcast([1], commands)
     commands.complete(1, EngineError("it is still busy"))
     with pytest.raises(EngineError, match="busy"):
         await replies.wait_all()
-    poller.close()
+    watch.close()

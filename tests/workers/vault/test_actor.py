@@ -10,7 +10,7 @@ import pytest
 import ray
 from ray.exceptions import RayTaskError
 
-from rayzero.workers.vault.actor import VAULT_COMMAND_THREADS, VaultActor
+from rayzero.workers.vault.actor import VAULT_CALL_THREADS, VaultActor
 from rayzero.workers.vault.client import VaultClient
 from rayzero.workers.vault.records import ConnectionLost, Restore, SlotGoneError, VaultGoneError
 from tests.workers.vault.support import content, refs, table, worker_process, write
@@ -23,7 +23,7 @@ NBYTES = 20 * 2**20  # more than one chunk
 @pytest.fixture(scope="module")
 def vaults() -> Iterator[dict[str, Any]]:
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    make = ray.remote(VaultActor).options(num_cpus=0, max_concurrency=VAULT_COMMAND_THREADS)
+    make = ray.remote(VaultActor).options(num_cpus=0, max_concurrency=VAULT_CALL_THREADS)
     vaults = {node: make.remote("job", node) for node in ("a", "b")}
     ray.get([vault.set_peers.remote(vaults) for vault in vaults.values()], timeout=200)
     yield vaults

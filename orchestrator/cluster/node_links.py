@@ -1,0 +1,253 @@
+"""The controller's end of the stream of each node: commands down, replies and events up.
+
+A stream outlives its connections: what was not acknowledged is sent again over the next one. It
+ends when the agent's process has, as its closed port shows, or the caller knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+from typing import Any, TypeAlias
+
+from rayzero.orchestrator.aio import ChangeNotifier
+from rayzero.orchestrator.errors import JobFailedError, VaultLostError
+from rayzero.workers.agent.link import (
+    AgentAddress,
+    Attach,
+    Frame,
+    FrameKind,
+    Link,
+    WorkerFrame,
+    read_frame,
+)
+from rayzero.workers.authenticated import connect
+from rayzero.workers.messages import WorkerMessage
+
+SILENT_S = 3.0
+"""A connection over which no frame has come for three beats, or that takes as long to be made, is
+made anew, which loses nothing; after twice as long each time."""
+RETRY_S = 0.2
+"""Pause before a connection is made again."""
+ACKNOWLEDGE_S = 0.1
+"""How long acknowledgements of small frames are collected."""
+READ_SLICE_S = 0.001
+"""How long messages are read before other tasks get a turn."""
+_LARGE_BYTES = 64 * 1024
+_MAX_EARLY_FRAMES = 256
+CAUSE_WAIT_S = 1.0
+"""How long the caller may take to find the cause of a process's end, once its port is closed."""
+
+
+MailReceiver: TypeAlias = Callable[[int, list[WorkerMessage]], None]
+
+
+class WorkerMail:
+    """Passes the messages of the workers of all nodes to those that subscribe to them. A worker's
+    come once each: an agent's successor may send again what the agent has sent."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._subscribers: dict[int, MailReceiver | None] = {}
+        self._early: dict[int, deque[bytes]] = {}
+        self._unread: dict[object, list[bytes]] = {}  # batches, by the stream they came over
+
+    def subscribe(self, worker: int, receive: MailReceiver) -> None:
+        """Calls `receive` with the index and each list of messages, those that came before
+        included."""
+        self._subscribers[worker] = receive
+        for payload in self._early.pop(worker, ()):
+            receive(worker, pickle.loads(payload))
+
+    def unsubscribe(self, worker: int) -> None:
+        """Drops what comes from now on."""
+        self._subscribers[worker] = None
+
+    def put(self, stream: object, batch: bytes) -> None:
+        """Reads a batch soon: those of all nodes come together, and a death must not wait for
+        them."""
+        if not self._unread:
+            asyncio.get_running_loop().call_soon(self._read_slice)
+        self._unread.setdefault(stream, []).append(batch)
+
+    def read(self, stream: object) -> None:
+        """Reads now what has come over a stream."""
+        for batch in self._unread.pop(stream, ()):
+            for frame in pickle.loads(batch):
+                self.deliver(frame)
+
+    def _read_slice(self) -> None:
+        until_s = time.monotonic() + READ_SLICE_S
+        while self._unread and time.monotonic() < until_s:
+            self.read(next(iter(self._unread)))
+        if self._unread:
+            asyncio.get_running_loop().call_soon(self._read_slice)
+
+    def deliver(self, frame: WorkerFrame) -> None:
+        worker, number, payload = frame
+        if number <= self._numbers.get(worker, 0):
+            return
+        self._numbers[worker] = number
+        if worker not in self._subscribers:
+            self._early.setdefault(worker, deque(maxlen=_MAX_EARLY_FRAMES)).append(payload)
+        elif (receive := self._subscribers[worker]) is not None:
+            receive(worker, pickle.loads(payload))
+
+
+class NodeLink:
+    """The stream of one agent, from construction until `end`. Used from one event loop, in which
+    it owns a task. `mail` gets the messages of the node's workers."""
+
+    def __init__(self, address: AgentAddress, attach: Attach, mail: WorkerMail) -> None:
+        self._mail = mail
+        self._will_acknowledge = False
+        self._silent_s = SILENT_S
+        self._address = address
+        self._attach = attach
+        self._link = Link()
+        self._numbers = count(1)
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._events: list[Any] = []
+        self._news = 0  # frames since the last `events`
+        self._is_attached = False
+        self._error: Exception | None = None
+        self._changed = ChangeNotifier()
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def attached(self) -> None:
+        """Waits until the agent obeys. Raises as `call`."""
+        await self._changed.wait_until(lambda: self._is_attached or self._error is not None)
+        if self._error is not None:
+            raise self._error
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """The result of one of the agent's methods; raises what it raises.
+
+        Raises:
+            VaultLostError: the stream has ended.
+            JobFailedError: the agent obeys a later controller.
+        """
+        if self._error is not None:
+            raise self._error
+        number = next(self._numbers)
+        reply = self._replies[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._link.send(FrameKind.CALL, pickle.dumps((number, method, args)))
+            return await reply
+        finally:
+            del self._replies[number]
+
+    async def events(self) -> list[Any]:
+        """The events since the last call; waits until there are some, or the agent shows that it
+        serves. Raises as `call`."""
+        await self._changed.wait_until(lambda: self._news > 0 or self._error is not None)
+        events, self._events, self._news = self._events, [], 0
+        if not events and self._error is not None:
+            raise self._error
+        return events
+
+    def end(self, error: Exception) -> None:
+        """Ends the stream: everything that waits for it raises `error`. Idempotent."""
+        if self._error is not None:
+            return
+        self._error = error
+        self._task.cancel()
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(error)
+        self._changed.notify()
+
+    async def _run(self) -> None:
+        while self._error is None:
+            try:
+                await self._serve_connection()
+            except ConnectionRefusedError:  # nobody listens there any more
+                await asyncio.sleep(CAUSE_WAIT_S)
+                self.end(VaultLostError("its process has ended"))
+            except (OSError, EOFError, TimeoutError):
+                await asyncio.sleep(RETRY_S)
+            finally:
+                self._link.close()
+
+    async def _serve_connection(self) -> None:
+        """Connects, and receives until the connection's end, which it raises."""
+        async with asyncio.timeout(SILENT_S):
+            address = self._address
+            reader, writer = await connect(address.host, address.port, address.secret)
+        try:
+            writer.write(self._link.encode(FrameKind.ATTACH, pickle.dumps(self._attach)))
+            async with asyncio.timeout(SILENT_S):
+                hello = await read_frame(reader)
+            if hello.kind is FrameKind.FENCED:
+                self.end(taken_over_error(pickle.loads(hello.payload)))
+                return
+            self._link.open(writer.write, hello.acknowledged)
+            self._is_attached = True
+            self._changed.notify()
+            async with asyncio.timeout(self._silent_s) as limit:
+                while True:
+                    self._receive(await read_frame(reader))
+                    limit.reschedule(asyncio.get_running_loop().time() + self._silent_s)
+        except TimeoutError:
+            self._silent_s *= 2  # a long frame over a slow network takes long each time
+            raise
+        finally:
+            writer.transport.abort()
+
+    def _receive(self, frame: Frame) -> None:
+        if not self._link.accept(frame):
+            return
+        if frame.number:  # a long one, that has to be sent again, would be the first
+            self._silent_s = SILENT_S
+        match frame.kind:
+            case FrameKind.REPLY:
+                number, error, result = pickle.loads(frame.payload)
+                self._resolve(number, error, result)
+                return
+            case FrameKind.MESSAGES:
+                self._mail.put(self, frame.payload)
+                self._acknowledge(len(frame.payload))
+                return
+            case FrameKind.EVENTS:
+                self._mail.read(self)  # what a worker has sent comes before its end
+                events = pickle.loads(frame.payload)
+                if isinstance(events, Exception):  # that ended the agent's service
+                    self.end(VaultLostError(str(events)))
+                    return
+                self._events += events
+        self._acknowledge(len(frame.payload))
+        self._news += 1
+        self._changed.notify()
+
+    def _acknowledge(self, nbytes: int) -> None:
+        """Lets the agent forget what it has sent: not for each small frame."""
+        if nbytes >= _LARGE_BYTES:
+            self._link.signal(FrameKind.BEAT)
+        elif not self._will_acknowledge:
+            self._will_acknowledge = True
+            asyncio.get_running_loop().call_later(ACKNOWLEDGE_S, self._acknowledge_now)
+
+    def _acknowledge_now(self) -> None:
+        self._will_acknowledge = False
+        self._link.signal(FrameKind.BEAT)
+
+    def _resolve(self, number: int, error: Exception | None, result: Any) -> None:
+        reply = self._replies.get(number)
+        if reply is None or reply.done():  # its caller has given up
+            return
+        if error is not None:
+            reply.set_exception(error)
+        else:
+            reply.set_result(result)
+
+
+def taken_over_error(epoch: int) -> JobFailedError:
+    """The error of a controller whose agents obey its successor."""
+    return JobFailedError(
+        f"another controller of this job has taken over (epoch {epoch})",
+        allowed="one controller at a time",
+    )

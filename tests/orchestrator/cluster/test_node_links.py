@@ -1,0 +1,387 @@
+"""A node's stream with real sockets: cuts, silence, strangers, and two controllers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import pytest
+
+from rayzero.engine.errors import DataError, RayzeroError
+from rayzero.orchestrator.cluster import node_links
+from rayzero.orchestrator.cluster.node_links import NodeLink, WorkerMail
+from rayzero.orchestrator.errors import JobFailedError, VaultLostError
+from rayzero.workers.agent import node_agent
+from rayzero.workers.agent.link import (
+    AgentAddress,
+    Attach,
+    FrameKind,
+    Link,
+    WorkerFrame,
+    worker_socket,
+)
+from rayzero.workers.agent.message_sender import MessageSender
+from rayzero.workers.agent.node_agent import AgentServer
+from rayzero.workers.messages import Heartbeat, LogLine, StepReport, WorkerMessage
+
+LIMIT_S = 30.0
+
+
+class Commands:
+    """An agent's commands, and its events."""
+
+    def __init__(self) -> None:
+        self.events: SimpleQueue[Any] = SimpleQueue()
+        self.calls: list[int] = []
+        self.may_return = threading.Event()
+        self.socket = worker_socket("job", os.urandom(8).hex(), "node")
+
+    def poll(self, timeout_s: float) -> Sequence[Any]:
+        try:
+            event = self.events.get(timeout=timeout_s)
+        except Empty:
+            return []
+        if isinstance(event, Exception):
+            raise event
+        return [event]
+
+    def note(self, number: int) -> int:
+        self.calls.append(number)
+        return number
+
+    def wait(self) -> str:
+        self.may_return.wait(LIMIT_S)
+        return "done"
+
+    def fail(self) -> None:
+        raise DataError("no such slot")
+
+    def unpicklable(self) -> Any:
+        return threading.Lock()
+
+    def zeros(self, nbytes: int) -> bytes:
+        return bytes(nbytes)
+
+
+class Proxy:
+    """A network between controller and agent, which a test cuts or silences."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._writers: list[asyncio.StreamWriter] = []
+        self.connections = 0
+        self.passes = asyncio.Event()
+        self.passes.set()
+        self.drop_from: int | None = None
+        """The connection ends after this many bytes from the agent."""
+
+    async def listen(self) -> int:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        up, down = await asyncio.open_connection("127.0.0.1", self._port)
+        self._writers += [writer, down]
+        await asyncio.gather(self._copy(reader, down), self._copy(up, writer, self.drop_from))
+
+    async def _copy(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, left: int | None = None
+    ) -> None:
+        try:
+            while data := await reader.read(1 if left else 2**16):
+                await self.passes.wait()
+                writer.write(data)
+                if left is not None and (left := left - 1) <= 0:
+                    self.cut()
+        except OSError:
+            pass
+        writer.transport.abort()
+
+    def cut(self) -> None:
+        while self._writers:
+            self._writers.pop().transport.abort()
+
+    async def close(self) -> None:
+        self._server.close()
+        self.cut()
+        await asyncio.sleep(0)
+
+
+@contextmanager
+def agent(commands: Commands) -> Iterator[tuple[AgentServer, AgentAddress]]:
+    """A running agent, and where it is found."""
+    server = AgentServer("127.0.0.1", commands, commands.poll)
+    server.serve_workers(commands.socket)
+    try:
+        yield server, AgentAddress("@vault", "127.0.0.1", server.port, server.secret)
+    finally:
+        commands.may_return.set()
+        server.close()
+
+
+@asynccontextmanager
+async def linked(
+    address: AgentAddress, epoch: int = 0, mail: WorkerMail | None = None
+) -> AsyncIterator[NodeLink]:
+    link = NodeLink(address, Attach(epoch, os.urandom(16)), mail or WorkerMail())
+    try:
+        yield link
+    finally:
+        link.end(VaultLostError("closed"))
+        await asyncio.sleep(0)
+
+
+async def within(work: Any) -> Any:
+    return await asyncio.wait_for(work, LIMIT_S)
+
+
+async def next_events(link: NodeLink, number: int) -> list[Any]:
+    found: list[Any] = []
+    while len(found) < number:
+        found += await within(link.events())
+    return found
+
+
+async def test_commands_events_and_errors_pass():
+    commands = Commands()
+    with agent(commands) as (_, address):
+        async with linked(address) as link:
+            assert await within(link.call("note", 7)) == 7, "also before it is attached"
+            await within(link.attached())
+            with pytest.raises(DataError, match="no such slot"):
+                await within(link.call("fail"))
+            with pytest.raises(RayzeroError, match="cannot be sent"):
+                await within(link.call("unpicklable"))
+            slow = asyncio.ensure_future(link.call("wait"))
+            assert len(await within(link.call("zeros", 5 * 2**20))) == 5 * 2**20
+            assert not slow.done()
+            commands.may_return.set()
+            assert await within(slow) == "done"
+            commands.events.put("died")
+            assert await next_events(link, 1) == ["died"]
+            assert await within(link.events()) == [], "a beat"
+            commands.events.put(RayzeroError("the thread has ended"))
+            with pytest.raises(VaultLostError, match="thread has ended"):
+                await next_events(link, 1)
+            with pytest.raises(VaultLostError, match="thread has ended"):
+                await link.call("note", 8)
+
+
+async def test_cuts_anywhere_lose_and_repeat_nothing(monkeypatch: pytest.MonkeyPatch):
+    """Each connection ends a few bytes later than the one before: within the greeting, within
+    frames, and between them."""
+    monkeypatch.setattr(node_links, "RETRY_S", 0.01)
+    commands = Commands()
+    with agent(commands) as (_, address):
+        proxy = Proxy(address.port)
+        port = await proxy.listen()
+        proxy.drop_from = 1
+        async with linked(replace(address, port=port)) as link:
+            calls = [asyncio.ensure_future(link.call("note", number)) for number in range(20)]
+            for number in range(20):
+                commands.events.put(number)
+            events = asyncio.ensure_future(next_events(link, 20))
+            while not (events.done() and all(call.done() for call in calls)):
+                connections = proxy.connections
+                while proxy.connections == connections and not events.done():
+                    await asyncio.sleep(0.001)
+                proxy.drop_from += 7
+                await asyncio.sleep(0.001)
+            assert await within(asyncio.gather(*calls)) == list(range(20))
+            assert await events == list(range(20))
+        assert sorted(commands.calls) == list(range(20)), "none was run twice"
+        assert proxy.connections > 5
+        await proxy.close()
+
+
+async def test_silent_connection_is_made_anew(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(node_links, "SILENT_S", 0.3)
+    monkeypatch.setattr(node_agent, "BEAT_S", 0.05)
+    with agent(commands := Commands()) as (_, address):
+        proxy = Proxy(address.port)
+        port = await proxy.listen()
+        async with linked(replace(address, port=port)) as link:
+            await within(link.attached())
+            proxy.passes.clear()
+            reply = asyncio.ensure_future(link.call("note", 1))
+            while proxy.connections < 3:
+                await asyncio.sleep(0.01)
+            assert not reply.done()
+            proxy.passes.set()
+            assert await within(reply) == 1
+        assert commands.calls == [1]
+        await proxy.close()
+
+
+async def test_end_of_the_process_ends_the_stream(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(node_links, "CAUSE_WAIT_S", 0.05)
+    with agent(commands := Commands()) as (running, address):
+        async with linked(address) as link:
+            await within(link.attached())
+            reply = asyncio.ensure_future(link.call("wait"))
+            while running.port and not commands.calls and not reply.done():
+                await within(link.call("note", 1))
+            await asyncio.to_thread(running.close)
+            with pytest.raises(VaultLostError, match="has ended"):
+                await within(reply)
+            with pytest.raises(VaultLostError, match="has ended"):
+                await next_events(link, 1)
+
+
+async def test_one_controller_is_obeyed():
+    commands = Commands()
+    with agent(commands) as (_, address):
+        async with linked(address, epoch=4) as first:
+            await within(first.attached())
+            late = asyncio.ensure_future(first.call("wait"))
+            await within(first.call("note", 1))
+            async with linked(address, epoch=5) as second:
+                await within(second.attached())
+                commands.may_return.set()
+                with pytest.raises(JobFailedError, match=r"taken over \(epoch 5\)"):
+                    await within(late)
+                with pytest.raises(JobFailedError, match="taken over"):
+                    await first.call("note", 2)
+                commands.events.put("died")
+                assert await next_events(second, 1) == ["died"]
+                assert await within(second.call("note", 3)) == 3
+            async with linked(address, epoch=4) as third:
+                with pytest.raises(JobFailedError, match="taken over"):
+                    await within(third.attached())
+    assert commands.calls == [1, 3]
+
+
+async def test_successor_gets_what_was_not_acknowledged():
+    commands = Commands()
+    with agent(commands) as (_, address):
+        for number in range(3):
+            commands.events.put(number)
+        while commands.events.qsize():
+            await asyncio.sleep(0.01)
+        async with linked(address, epoch=1) as link:
+            assert await next_events(link, 3) == [0, 1, 2]
+
+
+async def test_stranger_is_not_unpickled():
+    commands = Commands()
+    with agent(commands) as (_, address):
+        async with linked(replace(address, secret=b"another's")) as link:
+            call = asyncio.ensure_future(link.call("note", 1))
+            await asyncio.sleep(0.3)
+            assert not call.done()
+            call.cancel()
+    assert commands.calls == []
+
+
+class Worker:
+    """A worker's outbox, and what the controller gets of it."""
+
+    def __init__(self, index: int, mail: WorkerMail, socket: str) -> None:
+        self.index = index
+        self.posted: SimpleQueue[WorkerMessage] = SimpleQueue()
+        self.received: list[WorkerMessage] = []
+        mail.subscribe(index, lambda worker, messages: self.received.extend(messages))
+        MessageSender(socket, index, self._poll)
+
+    def _poll(self, timeout_s: float) -> list[WorkerMessage]:
+        try:
+            return [self.posted.get(timeout=timeout_s)]
+        except Empty:
+            return [Heartbeat(self.index, 0, "run", 0.0)]
+
+    async def reports(self, number: int) -> list[int]:
+        """The steps of the reports received so far; waits for this many."""
+        steps: list[int] = []
+        async with asyncio.timeout(LIMIT_S):
+            while len(steps) < number:
+                await asyncio.sleep(0.01)
+                steps = [it.step for it in self.received if isinstance(it, StepReport)]
+        return steps
+
+
+async def test_messages_survive_cuts_and_agents():
+    """Reports come once each and in order: while connections are cut, and when another agent takes
+    the place of one that had not passed on what it had."""
+    commands, mail = Commands(), WorkerMail()
+    workers = [Worker(index, mail, commands.socket) for index in range(2)]
+    with agent(commands) as (_, address):
+        proxy = Proxy(address.port)
+        port = await proxy.listen()
+        async with linked(replace(address, port=port), mail=mail) as link:
+            await within(link.attached())
+            for step in range(1, 101):
+                for worker in workers:
+                    worker.posted.put(StepReport(1, worker.index, step))
+                if step % 20 == 0:
+                    proxy.cut()
+                    await asyncio.sleep(0.05)
+            for worker in workers:
+                assert await worker.reports(100) == [*range(1, 101)]
+            proxy.passes.clear()  # what comes to this agent from now on stays there
+            for worker in workers:
+                worker.posted.put(StepReport(1, worker.index, 101))
+            await asyncio.sleep(0.2)
+        await proxy.close()
+    for worker in workers:
+        worker.posted.put(StepReport(1, worker.index, 102))
+    with agent(commands) as (_, address):
+        async with linked(address, mail=mail):
+            for worker in workers:
+                assert await worker.reports(102) == [*range(1, 103)]
+
+
+async def test_worker_waits_for_a_controller_with_bounded_memory():
+    commands, mail = Commands(), WorkerMail()
+    worker = Worker(3, mail, commands.socket)
+    with agent(commands) as (_, address):
+        for step in range(1, 1001):
+            worker.posted.put(StepReport(1, 3, step))
+        await asyncio.sleep(0.5)
+        assert worker.posted.qsize() > 900, "the rest waits in the outbox"
+        async with linked(address, mail=mail):
+            assert await worker.reports(1000) == [*range(1, 1001)]
+
+
+async def test_end_of_a_worker_follows_its_messages():
+    commands, mail = Commands(), WorkerMail()
+    worker = Worker(0, mail, commands.socket)
+    with agent(commands) as (_, address):
+        async with linked(address, mail=mail) as link:
+            await within(link.attached())
+            worker.posted.put(StepReport(1, 0, 1))
+            await worker.reports(1)
+            worker.posted.put(LogLine(0, "stdout", "the last"))
+            await asyncio.sleep(0.02)  # less than it waits for others
+            commands.events.put("died")
+            assert await next_events(link, 1) == ["died"]
+            assert worker.received[-1] == LogLine(0, "stdout", "the last")
+
+
+def test_early_messages_reach_a_later_subscriber_once():
+    mail, received = WorkerMail(), []
+    for number in (1, 1, 2):
+        mail.deliver(WorkerFrame(4, number, pickle.dumps([number])))
+    mail.subscribe(4, lambda worker, messages: received.extend(messages))
+    mail.deliver(WorkerFrame(4, 3, pickle.dumps([3])))
+    mail.unsubscribe(4)
+    mail.deliver(WorkerFrame(4, 4, pickle.dumps([4])))
+    assert received == [1, 2, 3]
+
+
+def test_acknowledged_frames_are_forgotten():
+    sent: list[bytes] = []
+    link = Link()
+    for number in range(3):
+        link.send(FrameKind.EVENTS, b"%d" % number)
+    link.open(sent.append, 1)
+    assert (link.kept, len(sent)) == (2, 2)
+    link.open(sent.append, 3)
+    assert link.kept == 0

@@ -1,0 +1,1 @@
+"""The stream between a node's agent, which is the process of its vault, and the controller."""

@@ -1,0 +1,213 @@
+"""Frames in order and once each, over connections that may be cut: from a node's workers to its
+agent, and between that and the controller.
+
+A frame is a header and a payload: (kind, its number, the greatest number that its sender has
+received, bytes). Numbered frames are kept until the other end acknowledges them, and sent again
+over the next connection. Payloads are pickled: a connection is authenticated before it has frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import socket
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from struct import Struct
+from typing import NamedTuple
+
+_HEADER = Struct(">BQQI")
+_CREDENTIALS = Struct("3i")  # pid, uid, gid
+_NOT_NUMBERED = 0
+
+
+class FrameKind(IntEnum):
+    """The comments say which end sends it, and its payload."""
+
+    ATTACH = 1  # controller: Attach; the first frame of a connection
+    HELLO = 2  # agent: nothing; it obeys
+    FENCED = 3  # agent: the epoch that it obeys; the connection ends
+    CALL = 4  # controller: (call, method, arguments)
+    REPLY = 5  # agent: (call, error or None, result)
+    EVENTS = 6  # agent: what happened on its node
+    BEAT = 7  # all: nothing; it lives, and has received what the header says
+    MESSAGES = 8  # agent: a list of WorkerFrame
+    WORKER = 9  # worker: its index; the first frame of a connection
+    QUIET = 10  # worker: its messages, which may wait for those of others for a while
+    REPORTS = 11  # worker: the same, briefly
+    URGENT = 12  # worker: the same, not at all
+
+
+class Frame(NamedTuple):
+    kind: FrameKind
+    number: int
+    acknowledged: int
+    payload: bytes
+
+
+class WorkerFrame(NamedTuple):
+    """A worker's frame in a batch.
+
+    Args:
+        number: grows with each frame of that worker; one that comes again has the same.
+        payload: its messages; pickled.
+    """
+
+    worker: int
+    number: int
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class Attach:
+    """A controller's first words.
+
+    Args:
+        epoch: of its claim on the job; an agent obeys none with a lower one than it has seen.
+        controller: differs between two controllers, also of the same epoch.
+    """
+
+    epoch: int
+    controller: bytes
+
+
+@dataclass(frozen=True)
+class AgentAddress:
+    """The addresses of an agent.
+
+    Args:
+        vault: its unix socket, for the workers of its node.
+        host, port: for the controller, which proves that it knows `secret`.
+    """
+
+    vault: str
+    host: str
+    port: int
+    secret: bytes = field(repr=False)
+
+
+async def read_frame(reader: asyncio.StreamReader) -> Frame:
+    """The next frame. Raises EOFError or OSError at the connection's end."""
+    kind, number, acknowledged, size = _HEADER.unpack(await reader.readexactly(_HEADER.size))
+    return Frame(FrameKind(kind), number, acknowledged, await reader.readexactly(size))
+
+
+def take_frame(received: bytearray) -> Frame | None:
+    """Takes the first frame from the bytes received so far; None if it is not complete."""
+    if len(received) < _HEADER.size:
+        return None
+    kind, number, acknowledged, size = _HEADER.unpack_from(received)
+    end = _HEADER.size + size
+    if len(received) < end:
+        return None
+    frame = Frame(FrameKind(kind), number, acknowledged, bytes(received[_HEADER.size : end]))
+    del received[:end]
+    return frame
+
+
+def worker_socket(job: str, run: str, node_id: str) -> str:
+    """The abstract unix socket on which a node's agent listens for workers: theirs find the next
+    agent there."""
+    name = hashlib.sha256(f"{job}\n{run}\n{node_id}".encode()).hexdigest()[:32]
+    return f"\0rayzero-agent-{name}"
+
+
+def peer_user(connection: socket.socket) -> int:
+    """The user of the process at the other end of a unix socket."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(raw)[1])
+
+
+class Link:
+    """One end of a stream, which outlives its connections. Used by one thread.
+
+    Args:
+        relays: acknowledges what `confirm` names, not what it receives.
+    """
+
+    def __init__(self, relays: bool = False) -> None:
+        self._relays = relays
+        self._confirmed = 0
+        self._forgotten = 0
+        self._kept: deque[Frame] = deque()
+        self._sent = 0
+        self._received = 0
+        self._write: Callable[[bytes], object] | None = None
+
+    @property
+    def kept(self) -> int:
+        """Frames that the other end has not acknowledged."""
+        return len(self._kept)
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(len(frame.payload) for frame in self._kept)
+
+    @property
+    def acknowledged(self) -> int:
+        """The greatest number that the other end has acknowledged."""
+        return self._forgotten
+
+    def send(self, kind: FrameKind, payload: bytes) -> int:
+        """Sends a numbered frame: now, and over each connection until it is acknowledged. Returns
+        its number."""
+        self._sent += 1
+        self._kept.append(Frame(kind, self._sent, 0, payload))
+        self._put(kind, self._sent, payload)
+        return self._sent
+
+    def confirm(self, number: int) -> None:
+        """Acknowledges what was received, up to that number."""
+        self._confirmed = number
+        self.signal(FrameKind.BEAT)
+
+    def signal(self, kind: FrameKind) -> None:
+        """Sends a frame over this connection, if there is one, which acknowledges."""
+        if self._write is not None:
+            self._write(self.encode(kind))
+
+    def encode(self, kind: FrameKind, payload: bytes = b"") -> bytes:
+        """A frame that is not numbered; `open` comes after a connection's first ones."""
+        return self._header(kind, _NOT_NUMBERED, payload) + payload
+
+    def open(self, write: Callable[[bytes], object], acknowledged: int) -> None:
+        """Sends what the other end has not received, and then all else, to `write`, which must not
+        wait."""
+        self._forget(acknowledged)
+        self._write = write
+        for frame in self._kept:
+            self._put(frame.kind, frame.number, frame.payload)
+
+    def close(self) -> None:
+        """The connection has ended."""
+        self._write = None
+
+    def restart(self, drop: FrameKind) -> None:
+        """Another end takes the place of the one before: its numbers begin with 1, and frames of
+        the kind `drop` are not for it."""
+        self._received = 0
+        self._kept = deque(frame for frame in self._kept if frame.kind is not drop)
+
+    def accept(self, frame: Frame) -> bool:
+        """Notes what a frame acknowledges; whether it is new."""
+        self._forget(frame.acknowledged)
+        if frame.number == _NOT_NUMBERED:
+            return True
+        is_new = frame.number > self._received
+        self._received = max(frame.number, self._received)
+        return is_new
+
+    def _forget(self, acknowledged: int) -> None:
+        self._forgotten = max(self._forgotten, acknowledged)
+        while self._kept and self._kept[0].number <= acknowledged:
+            self._kept.popleft()
+
+    def _put(self, kind: FrameKind, number: int, payload: bytes) -> None:
+        if self._write is not None:
+            self._write(self._header(kind, number, payload) + payload)
+
+    def _header(self, kind: FrameKind, number: int, payload: bytes) -> bytes:
+        received = self._confirmed if self._relays else self._received
+        return _HEADER.pack(kind, number, received, len(payload))

@@ -1,0 +1,148 @@
+"""Receives the messages of a node's workers, and passes them on in batches.
+
+A worker's frames are acknowledged once the controller has acknowledged the batch that they are in:
+what an agent has when it dies, its workers send to the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import pickle
+import socket
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rayzero.workers.agent.link import (
+    Frame,
+    FrameKind,
+    Link,
+    WorkerFrame,
+    peer_user,
+    read_frame,
+)
+
+REPORTS_DELAY_S = 0.05
+"""How long the first reports of a batch wait for those of the node's other workers."""
+QUIET_DELAY_S = 0.5
+"""How long messages wait that say only that a worker lives."""
+_BIND_RETRY_S = 0.1
+_MAX_BATCH_BYTES = 2**20
+
+
+@dataclass(eq=False)
+class _LocalWorker:
+    """A worker's stream, kept when its connection ends.
+
+    Args:
+        writer: of the connection, if there is one.
+    """
+
+    link: Link = field(default_factory=lambda: Link(relays=True))
+    writer: asyncio.StreamWriter | None = None
+
+
+class LocalWorkers:
+    """Used on the agent's event loop.
+
+    Args:
+        send: sends a batch to the controller; returns its number.
+    """
+
+    def __init__(self, send: Callable[[bytes], int]) -> None:
+        self._send = send
+        self._workers: dict[int, _LocalWorker] = {}
+        self._batch: list[WorkerFrame] = []
+        self._batch_bytes = 0
+        self._unheard: set[int] = set()  # connected workers without reports in this batch
+        self._due: asyncio.TimerHandle | None = None
+        self._unconfirmed: deque[tuple[int, list[WorkerFrame]]] = deque()
+
+    async def serve(self, address: str) -> None:
+        """Listens until it is cancelled. The process of an earlier agent may still have the
+        address, while its memory is freed."""
+        while True:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                listener.bind(address)
+                break
+            except OSError as error:
+                listener.close()
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            await asyncio.sleep(_BIND_RETRY_S)
+        server = await asyncio.start_unix_server(self._serve_worker, sock=listener)
+        async with server:
+            await server.serve_forever()
+
+    def add(self, worker: int, frame: Frame) -> None:
+        """Adds a worker's new frame to the batch."""
+        self._batch.append(WorkerFrame(worker, frame.number, frame.payload))
+        self._batch_bytes += len(frame.payload)
+        if frame.kind is not FrameKind.QUIET:
+            self._unheard.discard(worker)
+        if self._batch_bytes > _MAX_BATCH_BYTES:
+            self.flush()
+        elif frame.kind is FrameKind.QUIET:
+            self._flush_within(QUIET_DELAY_S)
+        elif frame.kind is FrameKind.REPORTS and self._unheard:
+            self._flush_within(REPORTS_DELAY_S)
+        else:
+            self._flush_within(0.0)  # with what this turn of the loop brings
+
+    def flush(self) -> None:
+        """Sends the messages received so far."""
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+        if self._batch:
+            batch, self._batch, self._batch_bytes = self._batch, [], 0
+            self._unheard = {index for index, it in self._workers.items() if it.writer is not None}
+            payload = pickle.dumps(batch, pickle.HIGHEST_PROTOCOL)
+            self._unconfirmed.append((self._send(payload), batch))
+
+    def on_acknowledged(self, number: int) -> None:
+        """The controller has the batches up to that number."""
+        confirmed: dict[int, int] = {}
+        while self._unconfirmed and self._unconfirmed[0][0] <= number:
+            confirmed |= {frame.worker: frame.number for frame in self._unconfirmed.popleft()[1]}
+        for worker, received in confirmed.items():
+            self._workers[worker].link.confirm(received)
+
+    async def _serve_worker(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        try:
+            if peer_user(writer.get_extra_info("socket")) != os.getuid():
+                return
+            first = await read_frame(reader)
+            index = int.from_bytes(first.payload)
+            worker = self._workers.setdefault(index, _LocalWorker())
+            worker.writer = writer
+            self._unheard.add(index)
+            writer.write(worker.link.encode(FrameKind.HELLO))
+            worker.link.open(writer.write, first.acknowledged)
+            try:
+                while worker.writer is writer:
+                    frame = await read_frame(reader)
+                    if worker.link.accept(frame) and frame.number:
+                        self.add(index, frame)
+            finally:
+                if worker.writer is writer:
+                    worker.writer = None
+                    worker.link.close()
+                    self._unheard.discard(index)
+        except (OSError, EOFError, ValueError):
+            pass  # its process has ended, or it is a stranger
+        finally:
+            writer.transport.abort()
+
+    def _flush_within(self, delay_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        if self._due is not None:
+            if self._due.when() <= loop.time() + delay_s:
+                return
+            self._due.cancel()
+        self._due = loop.call_later(delay_s, self.flush)

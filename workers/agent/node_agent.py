@@ -1,0 +1,148 @@
+"""The agent of a node: runs the controller's commands, and sends it what happens there.
+
+It obeys one controller at a time: the one with the highest epoch that it has seen. What that has
+not acknowledged waits for its next connection, or for its successor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from threading import Event, Thread
+from typing import Any
+
+from rayzero.engine.errors import RayzeroError
+from rayzero.workers.agent.link import Attach, FrameKind, Link, read_frame
+from rayzero.workers.agent.local_workers import LocalWorkers
+from rayzero.workers.authenticated import AuthenticatedServer
+
+AGENT_THREAD = "rayzero-agent"
+COMMAND_THREADS = 8
+"""A checkpoint, a copy and a stack dump each hold one; the rest answer at once."""
+BEAT_S = 1.0
+"""Longest time between two frames."""
+_ATTACH_TIMEOUT_S = 10.0
+
+
+class AgentServer(AuthenticatedServer):
+    """Serves one controller from construction until `close`. Errors as of `AuthenticatedServer`.
+
+    Args:
+        address: of this node, on which it listens.
+        commands: its methods are called, by threads of this server.
+        poll: returns events, or nothing after the given time, in seconds: a beat follows, so it
+            returns only if the node is served. Its error ends the agent's service.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        commands: Any,
+        poll: Callable[[float], Sequence[Any]],
+    ) -> None:
+        self._commands = commands
+        self._poll = poll
+        self._link = Link()
+        self._workers = LocalWorkers(partial(self._link.send, FrameKind.MESSAGES))
+        self._writer: asyncio.StreamWriter | None = None  # of the controller that is obeyed
+        self._obeyed = Attach(0, b"")
+        self._stopped = Event()
+        self._pool = ThreadPoolExecutor(COMMAND_THREADS, "rayzero-command")
+        super().__init__("the agent of a node", AGENT_THREAD, address, _ATTACH_TIMEOUT_S)
+        self.secret = os.urandom(32)
+        """That a controller must know."""
+        self.admit(self.secret)
+        self._serving: dict[str, asyncio.Task[None]] = {}
+        Thread(target=self._watch, name="rayzero-agent-events", daemon=True).start()
+
+    def serve_workers(self, address: str) -> None:
+        """Listens for this node's workers at a unix socket. Idempotent."""
+        self.call_soon(partial(self._listen, address))
+
+    def close(self) -> None:
+        """Ends the connection. Commands in progress finish unheard, and so does the thread that
+        polls, within `BEAT_S`. Idempotent."""
+        self._stopped.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        super().close()
+
+    def _watch(self) -> None:
+        """Sends events as they happen, and beats without them; on a thread of its own, which waits
+        for nothing else."""
+        while not self._stopped.is_set():
+            try:
+                events: Sequence[Any] = self._poll(BEAT_S)
+            except RayzeroError as error:
+                self.call_soon(partial(self._send_events, pickle.dumps(error)))
+                return
+            if events:
+                self.call_soon(partial(self._send_events, pickle.dumps(events)))
+            else:
+                self.call_soon(partial(self._link.signal, FrameKind.BEAT))
+
+    def _run_command(self, controller: bytes, payload: bytes) -> None:
+        """Runs a command, on one of the pool's threads."""
+        call, name, arguments = pickle.loads(payload)
+        result, error = None, None
+        try:
+            result = getattr(self._commands, name)(*arguments)
+        except Exception as raised:  # noqa: BLE001  # it is the caller's
+            error = raised
+        try:
+            reply = pickle.dumps((call, error, result), pickle.HIGHEST_PROTOCOL)
+        except Exception as raised:  # noqa: BLE001
+            text = f"{name}: {error or result!r} cannot be sent: {raised}"
+            reply = pickle.dumps((call, RayzeroError(text), None))
+        self.call_soon(partial(self._reply, controller, reply))
+
+    # The methods below run on the server's thread.
+
+    def _listen(self, address: str) -> None:
+        if address not in self._serving:
+            loop = asyncio.get_running_loop()
+            self._serving[address] = loop.create_task(self._workers.serve(address))
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        first = await read_frame(reader)
+        attach: Attach = pickle.loads(first.payload)
+        if first.kind is not FrameKind.ATTACH or attach.epoch < self._obeyed.epoch:
+            writer.write(self._link.encode(FrameKind.FENCED, pickle.dumps(self._obeyed.epoch)))
+            writer.close()
+            await writer.wait_closed()  # the refusal is sent, not reset
+            return
+        if self._writer is not None:  # of an earlier connection, or controller
+            self._writer.transport.abort()
+        if attach != self._obeyed:
+            self._obeyed = attach
+            self._link.restart(drop=FrameKind.REPLY)
+        self._writer = writer
+        writer.write(self._link.encode(FrameKind.HELLO))
+        self._link.open(writer.write, first.acknowledged)
+        self._workers.on_acknowledged(self._link.acknowledged)
+        try:
+            while True:
+                frame = await read_frame(reader)
+                if self._writer is not writer:
+                    return
+                is_new = self._link.accept(frame)
+                self._workers.on_acknowledged(self._link.acknowledged)
+                if is_new and frame.kind is FrameKind.CALL:
+                    with suppress(RuntimeError):  # it is closing
+                        self._pool.submit(self._run_command, attach.controller, frame.payload)
+        finally:
+            if self._writer is writer:
+                self._writer = None
+                self._link.close()
+
+    def _reply(self, controller: bytes, reply: bytes) -> None:
+        if controller == self._obeyed.controller:
+            self._link.send(FrameKind.REPLY, reply)
+
+    def _send_events(self, payload: bytes) -> None:
+        self._workers.flush()  # what a worker has sent comes before its end
+        self._link.send(FrameKind.EVENTS, payload)
