@@ -120,8 +120,8 @@ def _is_input_slow(ranks: Sequence[RankProgress], behind: RankProgress) -> bool:
 
 
 def _lacks_input(rank: RankProgress, behind: RankProgress) -> bool:
-    """Whether it is where the rank behind is: in its phase; or, as that, it waits for a store, is in
-    the script, or its loader reads, which would have read ahead."""
+    """Whether it is where the rank behind is: in its phase; or, like that, it waits for a store, is
+    in the script, or its loader reads, which would have read ahead."""
     if rank.overdue_s:
         return _is_idle(rank)
     phase = behind.heartbeat.phase
