@@ -120,13 +120,15 @@ def _is_input_slow(ranks: Sequence[RankProgress], behind: RankProgress) -> bool:
 
 
 def _lacks_input(rank: RankProgress, behind: RankProgress) -> bool:
-    """Whether it waits for a store, or is in the script, while the rank behind does; or its loader
-    reads, which would have read ahead."""
+    """Whether it is where the rank behind is: in its phase; or, like that, it waits for a store, is
+    in the script, or its loader reads, which would have read ahead."""
     if rank.overdue_s:
         return _is_idle(rank)
-    places = {*INPUT_PHASES, behind.heartbeat.phase}
+    phase = behind.heartbeat.phase
+    places = INPUT_PHASES if phase in INPUT_PHASES else {phase}
     is_there = rank.heartbeat.phase in places and not rank.heartbeat.waiting
-    return rank.reads or (is_there and 2 * rank.silent_s > behind.silent_s)
+    is_late = is_there and 2 * rank.silent_s > behind.silent_s
+    return is_late or (rank.reads and phase in INPUT_PHASES)
 
 
 def find_overstaying(

@@ -39,6 +39,7 @@ seed: 0
 checkpoint: {path: runs, every_steps: 50, keep: 3, keep_every: 100, resume: auto, grace_period_s:
 30}
 recovery: {replicas: 1, hang_timeout_s: 30, max_faults: 20, fault_window_s: 3600, balance: even}
+health: {slow_factor: 0.4}
 metrics: {port: 9400}
 records: {interval_s: 10, max_bytes: 1073741824}
 faults: ['kill(rank=1, step=7, phase="reduce")']
