@@ -9,7 +9,7 @@ from threading import Event
 import pytest
 
 from rayzero.workers.vault import images
-from rayzero.workers.vault.actor import VAULT_COMMAND_THREADS
+from rayzero.workers.vault.actor import VAULT_CALL_THREADS
 from rayzero.workers.vault.records import (
     Restore,
     SlotDamagedError,
@@ -44,8 +44,8 @@ def test_hanging_copy_blocks_only_first_callers(cluster: VaultCluster):
     resumed = Event()
     cluster.on_fetch = lambda ref, offset: resumed.wait(LIMIT_S)
     slots, vault = pinned(cluster, 4), cluster.vault("b")
-    with ThreadPoolExecutor(VAULT_COMMAND_THREADS) as threads:
-        attempts = [threads.submit(vault.replicate, slots) for _ in range(VAULT_COMMAND_THREADS)]
+    with ThreadPoolExecutor(VAULT_CALL_THREADS) as threads:
+        attempts = [threads.submit(vault.replicate, slots) for _ in range(VAULT_CALL_THREADS)]
         try:
             assert threads.submit(vault.poll, 0.0).result(LIMIT_S) == []
         finally:

@@ -20,7 +20,7 @@ from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.manifest import RankFile
 from rayzero.workers.vault import peers
 from rayzero.workers.vault import vault as vault_module
-from rayzero.workers.vault.actor import VAULT_COMMAND_THREADS
+from rayzero.workers.vault.actor import VAULT_CALL_THREADS
 from rayzero.workers.vault.records import SlotDamagedError, SlotGoneError
 from tests.workers.vault.support import (
     ROOT,
@@ -92,10 +92,10 @@ def test_hanging_store_blocks_only_its_writer(
     vault, folder = cluster.vault(), str(tmp_path / "step-4")
     buffer = cluster.client().reserve(1, 0, 1, table())
     write(buffer, 0, 4, pin=True)
-    with ThreadPoolExecutor(VAULT_COMMAND_THREADS) as threads:
+    with ThreadPoolExecutor(VAULT_CALL_THREADS) as threads:
         attempts = [
             threads.submit(vault.write, folder, refs((1, 0, 4)))
-            for _ in range(VAULT_COMMAND_THREADS)
+            for _ in range(VAULT_CALL_THREADS)
         ]
         try:
             assert threads.submit(vault.poll, 0.0).result(LIMIT_S) == []
