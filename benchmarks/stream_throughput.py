@@ -5,8 +5,8 @@
 Two processes read, in turn: `scan` reads every second row group of all files, and nothing else;
 `stream` is the path of a training job: the `StepLoader` of a rank over `rayzero.data.stream`, which
 shuffles, copies the rows of each micro-batch and makes tensors. A row has 4 kB: 1,024 tokens, as
-lists, or as bytes. Wall time is that of the slower process, processor time that of both: on a
-machine that does other work, only the second one can be compared.
+lists or bytes, or a text. Wall time is that of the slower process, processor time that of both: on
+a machine that does other work, only the second one can be compared.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from rayzero.engine.data.streams.source import StreamSource
 
 TOKENS = 1024
 VOCABULARY = 50_000
-COLUMNS = ("fixed", "list", "binary")
+COLUMNS = ("fixed", "list", "binary", "string")
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,8 @@ def write_files(folder: Path, plan: Plan) -> None:
         flat = pa.array(tokens.reshape(-1))
         if plan.column == "binary":
             column = pa.array([row.tobytes() for row in tokens], pa.binary())
+        elif plan.column == "string":
+            column = pa.array([row[:512].tobytes().hex() for row in tokens])
         else:
             fixed = pa.FixedSizeListArray.from_arrays(flat, TOKENS)
             column = fixed.cast(kinds[plan.column])
@@ -102,7 +104,7 @@ def write_files(folder: Path, plan: Plan) -> None:
 
 
 class Scan:
-    """Every second row group, one after the other."""
+    """Every second row group, one after the other, in Arrow's usual pool."""
 
     def __init__(self, folder: Path, rank: int, plan: Plan) -> None:
         self._folder = folder
@@ -128,17 +130,15 @@ class Stream:
     """This rank's half of an epoch, and the end of what is read ahead: as much was read before."""
 
     def __init__(self, folder: Path, rank: int, plan: Plan) -> None:
-        block = plan.rows * TOKENS * 4
-        # Two windows, and what is being read: the fewer of an epoch's blocks stay to the next.
-        own_blocks = 2 * plan.window // plan.ranks + 1 + READ_FACTOR * plan.threads
         described = rayzero.data.stream(
-            rayzero.data.blocks(folder),
-            shuffle_window=plan.window,
-            threads=plan.threads,
-            cache_bytes=int(1.01 * own_blocks * block),
+            rayzero.data.blocks(folder), shuffle_window=plan.window, threads=plan.threads
         )
         self._progress = TrainingProgress(global_batch=plan.batch, micro_batch=plan.micro_batch)
         self._source = StreamSource(described, 0, self._progress, lambda *_: None)
+        # Data of a few GB would stay in a default cache: it has room for two windows, and what is
+        # being read, as if there were more data.
+        own_blocks = 2 * plan.window // plan.ranks + 1 + READ_FACTOR
+        self._source.cache._room_bytes = int(1.01 * own_blocks * plan.rows * TOKENS * 4)
         split = StepSplit(assign_step(plan.batch, plan.ranks, rank, plan.micro_batch))
         self._micro_batches = MicroBatches(self._progress, split)
         self._loader = StepLoader(self._source, self._micro_batches)
@@ -163,6 +163,7 @@ KINDS: dict[str, type[Scan | Stream]] = {"scan": Scan, "stream": Stream}
 def rank_main(rank: int, folder: Path, plan: Plan, orders: Connection) -> None:
     """Body of a process: a turn for each name that it receives."""
     torch.set_num_threads(1)
+    os.environ["LOCAL_WORLD_SIZE"] = str(plan.ranks)  # as a worker has it
     readers = {kind: make(folder, rank, plan) for kind, make in KINDS.items()}
     while (kind := orders.recv()) is not None:
         begin_s, cpu_s = time.perf_counter(), _cpu_s()
@@ -217,10 +218,15 @@ def _add(own: list[Turn]) -> Turn:
 
 
 def summarize(plan: Plan, turns: dict[str, list[Turn]]) -> dict[str, Any]:
-    """Medians, and the stream's rows a second of both times, as shares of the scan's."""
+    """Medians, and the stream's rows a second of both times, as shares of the scan's.
+
+    The rows are those of as many blocks as were read: a few stay in memory for the next epoch.
+    """
+    reads_by_block = median(turn.reads for turn in turns["stream"]) / plan.blocks
+    blocks_read = {"scan": 1.0, "stream": reads_by_block}
 
     def rate(kind: str, clock: str) -> float:
-        return median(turn.rows / getattr(turn, clock) for turn in turns[kind])
+        return blocks_read[kind] * median(turn.rows / getattr(turn, clock) for turn in turns[kind])
 
     return {
         "mb_per_s": {
@@ -229,7 +235,7 @@ def summarize(plan: Plan, turns: dict[str, list[Turn]]) -> dict[str, Any]:
         },
         "ratio_wall": rate("stream", "wall_s") / rate("scan", "wall_s"),
         "ratio_cpu": rate("stream", "cpu_s") / rate("scan", "cpu_s"),
-        "reads_by_block": median(turn.reads for turn in turns["stream"]) / plan.blocks,
+        "reads_by_block": reads_by_block,
     }
 
 

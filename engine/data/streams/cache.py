@@ -67,6 +67,8 @@ class BlockCache:
     Args:
         limit_bytes: of all blocks in memory, those that are being read by estimate included, with
             what reading takes.
+        threads: at most. Reads of a store wait for its answers; those of local files, which name
+            themselves so by `is_local`, only use a core: they get no more threads than cores.
         timeout_s: how long one block may take.
     """
 
@@ -76,6 +78,8 @@ class BlockCache:
         self.counters = CacheCounters()
         self._sources = sources
         self._limit_bytes = limit_bytes
+        if all(getattr(source, "is_local", False) for source in sources):
+            threads = min(threads, _count_cores())
         self._keeps_freed = _keep_freed(limit_bytes, threads)
         self._room_bytes = limit_bytes - (threads * KEPT_BYTES if self._keeps_freed else 0)
         self._threads = threads
@@ -218,7 +222,8 @@ class BlockCache:
         return int(READ_FACTOR * nbytes)
 
     def _read_blocks(self, key: Key | None) -> None:
-        """Body of a thread: reads blocks, as long as there are some that fit."""
+        """Body of a thread: reads a block, then as long as there are some that fit those that may
+        use the memory that it freed."""
         while key is not None:
             block, error = None, None
             try:
@@ -230,7 +235,8 @@ class BlockCache:
             with self._changed:
                 self._take_in(key, block, error)
                 del block
-                key = self._next() if len(self._reading) < self._threads or self._wanted else None
+                goes_on = self._keeps_freed and len(self._reading) < self._threads
+                key = self._next() if goes_on else None
                 self._start_readers()
                 self._changed.notify_all()
         pa.default_memory_pool().release_unused()
@@ -310,3 +316,9 @@ def _keep_freed(limit_bytes: int, threads: int) -> bool:
         pa.jemalloc_set_decay_ms(_DECAY_MS)
         pa.set_memory_pool(pa.jemalloc_memory_pool())
     return False
+
+
+def _count_cores() -> int:
+    """The cores of this rank: those of the process, shared by the ranks of the node."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, len(os.sched_getaffinity(0)) // ranks)

@@ -11,6 +11,7 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
+from rayzero.engine.checkpoint.store import is_remote
 from rayzero.engine.data.streams.block import BlockSource
 from rayzero.engine.data.streams.sources.files import (
     Paths,
@@ -91,6 +92,11 @@ class FileBlocks:
     def describe(self, block: int) -> str:
         number, place = block_at(self._index, block)
         return f"{self._files[number].url}, {self._form.describe(place)}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether files are read from folders: reads take a core, rather than wait."""
+        return not any(is_remote(file.store.url) for file in self._files)
 
     @property
     def files(self) -> Sequence[SourceFile]:

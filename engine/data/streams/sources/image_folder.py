@@ -10,6 +10,7 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
+from rayzero.engine.checkpoint.store import is_remote
 from rayzero.engine.data.streams.sources.files import SourceFile, SourceReader, read_checked
 from rayzero.engine.data.streams.sources.formats import join_values
 from rayzero.engine.data.streams.sources.index import listing_digest
@@ -81,6 +82,11 @@ class ImageFolder:
     def describe(self, block: int) -> str:
         first = self._files[self._starts[block]]
         return f"block {block}: {self.counts[block]} images from {first.url}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether files are read from folders: reads take a core, rather than wait."""
+        return not any(is_remote(file.store.url) for file in self._files)
 
     @property
     def files(self) -> Sequence[SourceFile]:

@@ -419,3 +419,16 @@ def test_engine_trains_on_a_stream() -> None:
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(engine.state_dict()[name], value)
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("is_local", "ranks", "threads"), [(True, 2, 2), (True, 8, 1), (False, 8, 3)]
+)
+def test_local_sources_have_no_more_threads_than_cores(
+    is_local: bool, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    memory = MemorySource([4])
+    memory.is_local = is_local  # type: ignore[attr-defined]
+    assert make_source(rayzero.data.stream(memory, threads=3), 2).cache._threads == threads
