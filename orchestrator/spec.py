@@ -7,7 +7,6 @@ import sys
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -17,6 +16,7 @@ from pydantic import (
 )
 
 from rayzero.engine.validation import error_lines, raise_config_error
+from rayzero.orchestrator.entry_point import EntryPoint
 from rayzero.orchestrator.spec_sections import (
     HealthSpec,
     LaunchSpec,
@@ -30,19 +30,11 @@ from rayzero.workers.nccl_settings import contradictions
 SCHEMES = ("file", "s3", "gs", "gcs", "hdfs")  # URL schemes of checkpoint folders
 
 _SCHEMES = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-_ENTRYPOINT = re.compile(r"[\w.]+:[\w.<>]+")
-_FILE_ENTRYPOINT = re.compile(r"^(?:\./)?((?:\w+/)*\w+)\.py(?=:)")
 
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _ROLE_NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
 _RESERVED_ROLES = ("prompts", "rank", "trainer", "worker")
 JOB_NAME_RULE = "letters, digits, '.', '_' and '-', at most 63, a letter or digit first"
-
-
-def _name_module(file: re.Match[str]) -> str:
-    """`src.first` of `src/first.py`"""
-    return file[1].replace("/", ".")
-
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _GENERATION = "each generation sets it"
@@ -254,23 +246,6 @@ class RecoverySpec(SpecSection):
         return {"patience_s": value["hang_timeout_s"], **value}
 
 
-def _check_entrypoint(value: str) -> str:
-    """The entry point with a module in place of a file."""
-    value = _FILE_ENTRYPOINT.sub(_name_module, value)
-    if not _ENTRYPOINT.fullmatch(value):
-        path, _, function = value.partition(":")
-        path, is_file = path.removesuffix(".py"), path.endswith(".py")
-        if not function and not is_file:
-            path, _, function = path.rpartition(".")
-        near = f"{path.strip('./').replace('/', '.')}:{function or 'train'}"
-        example = near if _ENTRYPOINT.fullmatch(near) else "examples.gpt.train:train"
-        raise ValueError(f"must be module:function, such as {example}")
-    return value
-
-
-_EntryPoint = Annotated[str, AfterValidator(_check_entrypoint)]
-
-
 class RoleRecovery(SpecSection):
     """Fault tolerance of a role: each of its workers is started again alone."""
 
@@ -307,7 +282,7 @@ class Rollouts(SpecSection):
 class RoleSpec(SpecSection):
     """Other workers of a job, without ranks and rendezvous."""
 
-    entrypoint: _EntryPoint = Field(
+    entrypoint: EntryPoint = Field(
         description="module:function, called once in each worker with its ctx"
     )
     takes: str | None = Field(
@@ -335,7 +310,7 @@ class JobSpec(SpecSection):
         description="letters, digits, '.', '_' and '-'; also the name of the job's output folder",
         json_schema_extra={"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$", "maxLength": 63},
     )
-    entrypoint: _EntryPoint = Field(
+    entrypoint: EntryPoint = Field(
         description="module:function, imported on the workers; or file.py:function, from the "
         "working directory"
     )

@@ -43,6 +43,7 @@ class CacheCounters:
 
     reads: int = 0
     hits: int = 0
+    held_bytes: int = 0
     peak_bytes: int = 0
     untaken: Counter[tuple[int, str]] = field(default_factory=Counter)
 
@@ -80,14 +81,13 @@ class BlockCache:
         self._limit_bytes = limit_bytes
         if all(getattr(source, "is_local", False) for source in sources):
             threads = min(threads, _count_cores())
-        self._keeps_freed = _keep_freed(limit_bytes, threads)
-        self._room_bytes = limit_bytes - (threads * KEPT_BYTES if self._keeps_freed else 0)
+        kept_bytes = threads * KEPT_BYTES if _keep_freed(limit_bytes, threads) else 0
+        self._room_bytes = limit_bytes - kept_bytes
         self._threads = threads
         self._timeout_s = timeout_s
         # The lock of all below.
         self._changed = threading.Condition()
         self._blocks: OrderedDict[Key, BlockInMemory] = OrderedDict()  # the longest unused first
-        self._held_bytes = 0
         self._errors: dict[Key, Exception] = {}
         self._reading: dict[Key, int] = {}  # with the estimated bytes
         self._wanted: list[Key] = []
@@ -150,7 +150,7 @@ class BlockCache:
         with self._changed:
             self._plans, self._wanted, self._ahead = {}, [], {}
             self._blocks.clear()
-            self._held_bytes = 0
+            self.counters.held_bytes = 0
 
     def _check(self, key: Key, since_s: float, check: Callable[[], None]) -> None:
         try:
@@ -211,10 +211,10 @@ class BlockCache:
         used = [key for key in self._blocks if key in self._plans.get(key[0], {})]
         unused = [key for key in self._blocks if key not in used]
         for key in unused + used if in_use_too else unused:
-            if self._held_bytes <= room:
+            if self.counters.held_bytes <= room:
                 break
-            self._held_bytes -= self._blocks.pop(key).nbytes
-        return self._held_bytes <= room
+            self.counters.held_bytes -= self._blocks.pop(key).nbytes
+        return self.counters.held_bytes <= room
 
     def _estimate(self, key: Key) -> int:
         source, block = key
@@ -230,12 +230,14 @@ class BlockCache:
                 block = self._read_checked(key)
             except Exception as raised:  # noqa: BLE001 -- raised where the block is used
                 error = raised
-            if not self._keeps_freed:
+            if not (self._room_bytes < self._limit_bytes):
                 pa.default_memory_pool().release_unused()
             with self._changed:
                 self._take_in(key, block, error)
                 del block
-                goes_on = self._keeps_freed and len(self._reading) < self._threads
+                goes_on = (self._room_bytes < self._limit_bytes) and len(
+                    self._reading
+                ) < self._threads
                 key = self._next() if goes_on else None
                 self._start_readers()
                 self._changed.notify_all()
@@ -252,8 +254,8 @@ class BlockCache:
             self._count_read(key)
             self._make_room(block.nbytes, in_use_too=False)
             self._blocks[key] = block
-            self._held_bytes += block.nbytes
-            self.counters.peak_bytes = max(self.counters.peak_bytes, self._held_bytes)
+            self.counters.held_bytes += block.nbytes
+            self.counters.peak_bytes = max(self.counters.peak_bytes, self.counters.held_bytes)
 
     def _count_read(self, key: Key) -> None:
         plan = self._plans[key[0]]

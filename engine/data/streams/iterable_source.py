@@ -9,9 +9,9 @@ exchange nothing during steps.
 Threads. `begin` and `read` are called by the loader's thread; `_get`, `_set` and `take_counts` by
 the training thread, concurrently. They share `_snapshots`, of which each value is replaced as a
 whole, and `_uses`, whose numbers grow; both are copied before they are used. A snapshot is true
-whoever took it; between a load and the next `begin`, a thread that is about to end adds none. A reader's thread ends when
-the reader is dropped: where ranks have changed, a state is loaded, a row is needed again, or with
-the source. It is not waited for: a row that hangs delays no repair.
+whoever took it; between a load and the next `begin`, a thread that is about to end adds none. A
+reader's thread ends when the reader is dropped: where ranks have changed, a state is loaded, a row
+is needed again, or with the source. It is not waited for: a row that hangs delays no repair.
 """
 
 from __future__ import annotations

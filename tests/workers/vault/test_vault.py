@@ -94,8 +94,7 @@ def test_hanging_store_blocks_only_its_writer(
     write(buffer, 0, 4, pin=True)
     with ThreadPoolExecutor(VAULT_CALL_THREADS) as threads:
         attempts = [
-            threads.submit(vault.write, folder, refs((1, 0, 4)))
-            for _ in range(VAULT_CALL_THREADS)
+            threads.submit(vault.write, folder, refs((1, 0, 4))) for _ in range(VAULT_CALL_THREADS)
         ]
         try:
             assert threads.submit(vault.poll, 0.0).result(LIMIT_S) == []
