@@ -152,6 +152,16 @@ def iterable(
             "a function (reader, readers), which returns a new iterable; or a dataset with shard()",
             f"iterable(lambda reader, readers: {type(source).__name__}(...), readers=8)",
         )
+    number = _count_readers(readers, shards)
+    counts = (rows,) * number if isinstance(rows, int) else rows
+    own = None if counts is None else tuple(counts)
+    name = getattr(getattr(source, "info", None), "dataset_name", None) or "iterable"
+    return IterableStream(
+        make, number, own, snapshot_every, transform, replay, read_ahead, read_timeout_s, name
+    )
+
+
+def _count_readers(readers: int | None, shards: int | None) -> int:
     number = shards if readers is None else readers
     if number is None or (shards is not None and number > shards):
         raise ConfigError(
@@ -159,12 +169,7 @@ def iterable(
             "a number" if shards is None else f"at most {shards}, the shards of the dataset",
             "give readers=, a multiple of the workers, and a dataset of as many shards",
         )
-    counts = (rows,) * number if isinstance(rows, int) else rows
-    own = None if counts is None else tuple(counts)
-    name = getattr(getattr(source, "info", None), "dataset_name", None) or "iterable"
-    return IterableStream(
-        make, number, own, snapshot_every, transform, replay, read_ahead, read_timeout_s, name
-    )
+    return number
 
 
 def _check_names(where: str, given: Mapping[str, float], sources: Mapping[str, object]) -> None:
