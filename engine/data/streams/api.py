@@ -157,7 +157,7 @@ def iterable(
             "a function (reader, readers), which returns a new iterable; or a dataset with shard()",
             f"iterable(lambda reader, readers: {type(source).__name__}(...), readers=8)",
         )
-    number = _number_of_readers(readers, shards)
+    number = _count_readers(readers, shards)
     counts = (rows,) * number if isinstance(rows, int) else rows
     own = None if counts is None else tuple(counts)
     name = getattr(getattr(source, "info", None), "dataset_name", None) or "iterable"
@@ -166,7 +166,7 @@ def iterable(
     )
 
 
-def _number_of_readers(readers: int | None, shards: int | None) -> int:
+def _count_readers(readers: int | None, shards: int | None) -> int:
     number = shards if readers is None else readers
     if number is None or (shards is not None and number > shards):
         raise ConfigError(
