@@ -45,6 +45,7 @@ class CacheCounters:
     hits: int = 0
     held_bytes: int = 0
     peak_bytes: int = 0
+    warned: bool = False  # that a block is read again
     untaken: Counter[tuple[int, str]] = field(default_factory=Counter)
 
 
@@ -82,7 +83,7 @@ class BlockCache:
         if all(getattr(source, "is_local", False) for source in sources):
             threads = min(threads, _count_cores())
         kept_bytes = threads * KEPT_BYTES if _keep_freed(limit_bytes, threads) else 0
-        self._room_bytes = limit_bytes - kept_bytes
+        self._room_bytes = limit_bytes - kept_bytes  # less: Arrow's pool keeps what is freed
         self._threads = threads
         self._timeout_s = timeout_s
         # The lock of all below.
@@ -94,7 +95,6 @@ class BlockCache:
         # By source: the blocks in use, and how often each was read since it is.
         self._plans: dict[int, dict[Key, int]] = {}
         self._ahead: dict[int, ReadAhead] = {}
-        self._warned = False
         self._row_bytes: dict[int, float] = {}  # by source: the most of a block that was read
 
     def plan(self, plans: Mapping[int, ReadAhead]) -> None:
@@ -230,14 +230,13 @@ class BlockCache:
                 block = self._read_checked(key)
             except Exception as raised:  # noqa: BLE001 -- raised where the block is used
                 error = raised
-            if not (self._room_bytes < self._limit_bytes):
+            if self._room_bytes == self._limit_bytes:
                 pa.default_memory_pool().release_unused()
             with self._changed:
                 self._take_in(key, block, error)
                 del block
-                goes_on = (self._room_bytes < self._limit_bytes) and len(
-                    self._reading
-                ) < self._threads
+                keeps_freed = self._room_bytes < self._limit_bytes
+                goes_on = keeps_freed and len(self._reading) < self._threads
                 key = self._next() if goes_on else None
                 self._start_readers()
                 self._changed.notify_all()
@@ -260,8 +259,8 @@ class BlockCache:
     def _count_read(self, key: Key) -> None:
         plan = self._plans[key[0]]
         plan[key] += 1
-        if plan[key] > 1 and not self._warned:
-            self._warned = True
+        if plan[key] > 1 and not self.counters.warned:
+            self.counters.warned = True
             log.warning(
                 "%s is read again, because the blocks in use do not fit in cache_bytes, %.0f MiB"
                 "\n  fix: set a larger cache_bytes, or a smaller shuffle_window, of stream()",
