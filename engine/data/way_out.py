@@ -1,4 +1,4 @@
-"""What to use in place of training data that can only be iterated, or belongs to another system."""
+"""Names what to use in place of training data that can only be iterated, or belongs to another system."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class IterableSource(SampleSource):
         return [it.number for it in read], raws
 
     def take_counts(self) -> dict[str, dict[str, int]]:
-        """As `StreamSource.take_counts`: the `samples` of this rank in the step that has ended, and
+        """Returns what `StreamSource.take_counts` does: the `samples` of this rank in the step that has ended, and
         how often one of its rows was there when it was needed, `hits`, or not, `waits`."""
         now = self._uses.copy()
         counts = now - self._taken_uses

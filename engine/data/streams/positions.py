@@ -23,7 +23,7 @@ from rayzero.engine.session import current_session
 
 
 class StreamDataset(BlockStream, Dataset[Any]):
-    """What `stream` and `mix` return: `training_data`, or the dataset of a DataLoader that reads
+    """The result of `stream` and `mix`: `training_data`, or the dataset of a DataLoader that reads
     its positions in ascending order: with a `StreamSampler`, or without a sampler.
 
     Positions have no steps, so no rows are sorted by block: `order(seed, 1)`. Each process reads
