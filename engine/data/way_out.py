@@ -1,4 +1,4 @@
-"""Names what to use in place of training data that can only be iterated, or belongs to another system."""
+"""Names what replaces training data that can only be iterated, or is another system's."""
 
 from __future__ import annotations
 

@@ -159,8 +159,8 @@ class VaultGroup:
         return reply
 
     async def events(self, node_id: str) -> list[VaultEvent]:
-        """Returns what has happened on a node since the previous call. Waits until there is something,
-        or for a second at most while the vault serves."""
+        """Returns what has happened on a node since the previous call. Waits until there is
+        something, or for a second at most while the vault serves."""
         events: list[VaultEvent] = await self._of_link(node_id, NodeLink.events)
         return events
 

@@ -119,8 +119,8 @@ class IterableSource(SampleSource):
         return [it.number for it in read], raws
 
     def take_counts(self) -> dict[str, dict[str, int]]:
-        """Returns what `StreamSource.take_counts` does: the `samples` of this rank in the step that has ended, and
-        how often one of its rows was there when it was needed, `hits`, or not, `waits`."""
+        """Returns the `samples` of this rank in the step that has ended, and how often one of its
+        rows was there when it was needed, `hits`, or not, `waits`: see `StreamSource`."""
         now = self._uses.copy()
         counts = now - self._taken_uses
         self._taken_uses = now
