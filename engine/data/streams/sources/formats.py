@@ -138,7 +138,7 @@ def join_values(values: Sequence[memoryview | None]) -> pa.Array:
         raise ValueError(f"{ends[-1]} bytes of a column in one block; at most {_MOST_BYTES}")
     memory = pa.allocate_buffer(int(ends[-1]))
     content = memoryview(memory).cast("B")
-    for value, start, end in zip(values, ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+    for value, start, end in zip(values, map(int, ends), map(int, ends[1:]), strict=False):
         if value is not None:
             content[start:end] = value
     present = pa.array([it is not None for it in values], pa.bool_()).buffers()[1]
