@@ -52,7 +52,6 @@ def test_training_outlives_the_head_and_nothing_outlives_the_job(tmp_path: Path)
         events = (tmp_path / "steady" / "events.jsonl").read_text().splitlines()
         kinds = [json.loads(line)["kind"] for line in events]
         assert (kinds.count("begun"), kinds[-1]) == (2, "ended")
-        run_driver(cluster, "lose_process", tmp_path)
         titles = "ray::WorkerActor", "ray::VaultActor", "ray::JobActor"
         wait_until(lambda: not cluster.processes(*titles), LIMIT_S, "the end of all processes")
     finally:
