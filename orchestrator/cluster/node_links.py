@@ -118,6 +118,11 @@ class NodeLink:
         self._changed = ChangeNotifier()
         self._task = asyncio.get_running_loop().create_task(self._run())
 
+    @property
+    def is_fenced(self) -> bool:
+        """Whether the agent obeys a later controller: its process is that one's."""
+        return isinstance(self._error, JobFailedError)
+
     async def attached(self) -> None:
         """Waits until the agent obeys. Raises as `call`."""
         await self._changed.wait_until(lambda: self._is_attached or self._error is not None)

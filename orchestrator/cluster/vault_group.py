@@ -50,11 +50,13 @@ class _NodeVault:
     ended: bool = False
 
     def end(self, cause: str) -> None:
-        """Ends the process and the stream."""
+        """Ends the stream and the process, unless that obeys a later controller."""
         self.ended = True
         if self.life is not None:
             self.life.cancel()
         if self.link is not None:
+            if self.link.is_fenced:
+                return
             self.link.end(VaultLostError(cause))
         ray.kill(self.actor)  # it may live: Ray could not reach it for a while
 

@@ -417,21 +417,15 @@ def test_a_row_that_hangs_is_named_and_a_failed_one_is_read_again() -> None:
 
 
 def test_an_iteration_that_was_closed_reads_no_further_row() -> None:
-    """Its readers are the next one's, also if a transform took longer than closing waits."""
-    closed = threading.Event()
-
-    def transform(row: tuple[int, int, int]) -> Any:
-        if row[2] == 2:
-            closed.set()
-        return row
-
-    def check() -> None:
-        if closed.is_set():
-            raise EngineError("closed")
-
-    job = Ranks(make_stream([20], transform=transform), 6)
+    """Its readers are the next one's, also if a row took longer than closing waits."""
+    job = Ranks(make_stream([20]), 6)
     job.form(1, None, 0)
     source = job.ranks[0].source
+
+    def check() -> None:
+        if source._readers and source._readers[0].next_row == 3:
+            raise EngineError("closed")
+
     with pytest.raises(EngineError, match="closed"):
         source.read(0, assign_step(6, 1, 0, 6)[0], is_last=True, check=check)
     assert source._readers[0].next_row == 3
@@ -447,17 +441,18 @@ def test_an_iteration_that_ends_drops_no_loaded_snapshot(at_snapshot: bool) -> N
             source._set([state])
             loaded.append(source._snapshots[0])
 
-    def transform(row: tuple[int, int, int]) -> Any:
-        load(row[2] == 13 and not at_snapshot)
-        return row
-
-    job = Ranks(make_stream([100], transform=transform, snapshot_every=1), 4)
+    job = Ranks(make_stream([100], snapshot_every=1), 4)
     job.form(1, None, 0)
     source = job.ranks[0].source
     job.step()
     state |= source._get()
 
-    rows_before = source._order.rows_before
+    rows_before, read_row = source._order.rows_before, source._read_row
+
+    def read_and_load(number: int, row: int, check: Callable[[], None]) -> Any:
+        values = read_row(number, row, check)
+        load(row == 13)
+        return values
 
     def load_and_count(position: int) -> Any:
         load(position == 8)  # one step before that which is read
@@ -465,13 +460,14 @@ def test_an_iteration_that_ends_drops_no_loaded_snapshot(at_snapshot: bool) -> N
 
     if at_snapshot:
         source._order.rows_before = load_and_count  # type: ignore[method-assign]
+    else:
+        source._read_row = read_and_load  # type: ignore[method-assign]
     job.step()
     job.step()
     job.read()
     assert loaded
     assert source._snapshots[0] == loaded[-1]
     assert loaded[-1][0].row == 4
-    source._readers.clear()  # their threads refer to them through the transform
 
 
 def test_state_of_other_readers_is_refused() -> None:
