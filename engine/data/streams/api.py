@@ -38,12 +38,13 @@ def stream(
             windows. Blocks at the ends of parts are read by two workers: of N workers, at most
             (N - 1) / shuffle_window of all blocks are read once more.
         cache_bytes: of the blocks in a worker's memory, at most, and of what reading one takes:
-            four times its size. Arrow allocates by jemalloc from then on, which returns freed
-            memory, unless ARROW_DEFAULT_MEMORY_POOL chooses another pool.
+            four times its size, and 128 MiB a thread that Arrow's pool keeps. Where that is more
+            than a quarter, Arrow allocates by jemalloc from then on, which returns freed memory,
+            unless ARROW_DEFAULT_MEMORY_POOL chooses another pool.
         transform: makes a sample of the dict of a row, in the thread that reads ahead, or in
             `rayzero.loader.num_workers` processes.
-        threads: the most that read blocks, in each worker. On local disks without spare cores, one
-            takes the least processor time.
+        threads: the most that read blocks, in each worker; of local files at most one for each of
+            its cores.
         read_timeout_s: how long one block may take.
 
     Raises:
