@@ -30,6 +30,8 @@ class SimulatedGroup:
     Streams, and the code that receives from them, are the real ones.
     """
 
+    attached: tuple[str, ...] = ()
+
     def __init__(self, port: int, secret: bytes, nodes: int) -> None:
         self.reaction_s: list[float] = []
         """From each fault to the first command after it."""

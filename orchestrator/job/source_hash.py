@@ -131,4 +131,7 @@ def _imported_names(tree: ast.Module, package: str) -> Iterator[str]:
 
 
 def _parse(source: str | bytes) -> ast.Module:
-    return ast.parse(source)
+    try:
+        return ast.parse(source)
+    except SystemError:  # two threads parsed at once, in Python 3.11 (python/cpython#106905)
+        return ast.parse(source)

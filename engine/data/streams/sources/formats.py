@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rayzero.engine.checkpoint.store import is_remote
 from rayzero.engine.data.streams.sources.files import SourceReader
 
 _CACHED_FOOTERS = 256
@@ -96,8 +95,8 @@ class Parquet(Format):
         with pq.ParquetFile(
             pa.PythonFile(reader, mode="r"),
             metadata=self._footer(reader),
-            # One request of all columns: on a disk it would only take their memory at once.
-            pre_buffer=is_remote(reader.file.store.url),
+            # Column by column, the pool of Arrow would hold half a block more.
+            pre_buffer=True,
             page_checksum_verification=True,
         ) as file:
             table = file.read_row_group(block.start, columns=schema.names, use_threads=False)
