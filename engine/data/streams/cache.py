@@ -190,9 +190,10 @@ class BlockCache:
         for key in self._sequence():
             if key in self._blocks or key in self._reading or key in self._errors:
                 continue
-            # The first block of a source tells how large its others are.
+            # The first block of a source tells how large its others are. Nothing is read ahead of
+            # them meanwhile: it would take their room.
             if key[0] not in self._row_bytes and any(key[0] == it for it, _ in self._reading):
-                continue
+                return None
             has_room = self._make_room(self._estimate(key), in_use_too=False)
             return key if has_room else None
         return None
