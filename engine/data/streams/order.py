@@ -291,14 +291,15 @@ class StreamOrder:
             sources, positions = self._schedule.split(start, count)
         part_sources = sources[slots]
         turns, blocks, rows, numbers = (np.empty(len(slots), dtype=np.int64) for _ in range(4))
-        for source in np.unique(part_sources):
+        sorted_positions = np.empty(count, dtype=np.int64)
+        for source in np.flatnonzero(np.bincount(part_sources)):
             order = self.orders[source]
             of_source = np.flatnonzero(sources == source)
             first = int(positions[of_source[0]])
             by_place = _sort_by_group(of_source // self.group, order.spread(first, len(of_source)))
+            sorted_positions[of_source] = first + by_place
             own = np.flatnonzero(part_sources == source)
-            by_place = by_place[np.searchsorted(of_source, slots[own])]
-            turns[own], blocks[own], rows[own] = order.locate(first + by_place)
+            turns[own], blocks[own], rows[own] = order.locate(sorted_positions[slots[own]])
             numbers[own] = self._offsets[source] + order.first_rows[blocks[own]] + rows[own]
         return Places(part_sources, turns, blocks, rows, numbers)
 
