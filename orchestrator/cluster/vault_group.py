@@ -88,6 +88,8 @@ class VaultGroup:
         self._vaults: dict[str, _NodeVault] = {}
         self.attached: tuple[str, ...] = ()
         """The nodes of the vaults that an earlier process has started."""
+        self.last_worker = -1
+        """The greatest index of the workers that these have heard of."""
         self._shared_peers: dict[str, Any] = {}
         self._health_limit_s: float | None = None
         self._is_superseded = False
@@ -115,6 +117,10 @@ class VaultGroup:
             if not isinstance(reply, str):
                 self._remove(node, found, "it did not answer")
         self.attached = tuple(self._vaults)
+        links = (vault.link for vault in self._vaults.values())
+        self.last_worker = max(
+            (link.hello.last_worker for link in links if link is not None), default=-1
+        )
 
     def start(self, node_id: str) -> None:
         """Starts a vault on a node that has none, without waiting for it."""

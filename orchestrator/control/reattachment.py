@@ -75,6 +75,9 @@ class Reattachment:
         await self._vaults.open_attached()
         for node in {worker.node_id for worker in found.workers}:
             self._loop.spawn(self._vaults.open_with_retries(node, lambda: True))
+        held = await self._vaults.inventory()
+        for worker in found.lost:  # the agents may have told already, and how
+            self._failures.on_worker_lost(worker.index, "")
         self._inbox.start(worker.index for worker in found.workers)
         for status in found.present:
             for message in status.messages:
@@ -84,9 +87,7 @@ class Reattachment:
         need = replace(self._plan.resources, min_workers=limits.min, max_workers=most)
         self._workers.resume(need)
         self._loop.spawn(self._checkpoints.find_newest())
-        self._replication.resume(await self._vaults.inventory())
-        for worker in found.lost:
-            self._failures.on_worker_lost(worker.index, "it was lost while the job's process was")
+        self._replication.resume(held)
         generation = self._members.generation
         if not (found.is_whole or generation.fenced):
             self._failures.renew("controller")

@@ -261,8 +261,12 @@ class JobActor:
         taken = await take_over(plan, self._begin_lease, self._warn)
         orphan_s = plan.spec.recovery.orphan_s
         vaults = self._vaults = VaultGroup(plan.worker_spec, taken.epoch, orphan_s)
-        # Of all workers, by which vaults report the ends of their processes.
-        indices = count(taken.first_index)
+
+        def indices_from_first() -> Iterator[int]:  # asked once the vaults are attached
+            yield from count(max(taken.first_index, vaults.last_worker + 1))
+
+        # Of all workers, by which agents know them.
+        indices = indices_from_first()
         workers = WorkerGroup(
             plan.worker_spec, self._clock, self._can_grow, vaults, indices=indices
         )

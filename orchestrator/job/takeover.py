@@ -20,7 +20,8 @@ class Takeover:
     Args:
         vaults: of the run that is continued.
         living: of that run; None: none has lived on.
-        first_index: for the next workers, whose names no earlier one has.
+        first_index: for the next workers: no earlier one has this or a greater one, as far as
+            names tell.
         epoch: of this process's claim, which agents obey before the lease is held.
     """
 
