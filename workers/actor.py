@@ -9,7 +9,7 @@ import struct
 from fcntl import ioctl
 from importlib import import_module
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -24,14 +24,16 @@ if TYPE_CHECKING:
     from rayzero.workers.roles.process import RoleProcess
     from rayzero.workers.worker import WorkerProcess
 
-COMMAND_THREADS = 4
-"""One for `wait_end`; the others keep the worker reachable if a command takes long."""
+ACTOR_THREADS = 2
+"""One for `wait_end`."""
 
+_AGENT_WAIT_S = 10.0
+"""How long a worker waits at its start for its node's agent, which sees it end from then on."""
 _SIOCGIFADDR = 0x8915  # SIOCGIFADDR
 
 
 class WorkerActor:
-    """One rank's process. Created with `max_concurrency=COMMAND_THREADS`.
+    """One rank's process. Created with `max_concurrency=ACTOR_THREADS`.
 
     Args:
         orphan_s: as of `OrphanWatch`.
@@ -62,7 +64,9 @@ class WorkerActor:
         node_id = ray.get_runtime_context().get_node_id()
         if self._sender is None:
             address = worker_socket(self._spec.name, self._spec.run, node_id)
-            self._sender = MessageSender(address, self._index, self._process.poll)
+            process = self._process
+            self._sender = MessageSender(address, self._index, process.poll, process)
+        self._sender.wait_connected(_AGENT_WAIT_S)
         return WorkerInfo(
             index=self._index,
             node_id=node_id,
@@ -75,10 +79,6 @@ class WorkerActor:
     def wait_end(self) -> None:
         """Never returns: Ray fails the call, with the cause, when the process or its node ends."""
         Event().wait()
-
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls one of `WorkerCalls` in this process."""
-        return getattr(self._process, method)(*args, **kwargs)
 
 
 class RoleActor(WorkerActor):

@@ -22,6 +22,7 @@ from rayzero.workers.agent.link import (
     Frame,
     FrameKind,
     Link,
+    NodeCommand,
     WorkerFrame,
     read_frame,
 )
@@ -55,6 +56,8 @@ class WorkerMail:
         self._subscribers: dict[int, MailReceiver | None] = {}
         self._early: dict[int, deque[bytes]] = {}
         self._unread: dict[object, list[bytes]] = {}  # batches, by the stream they came over
+        self.on_answer: Callable[[int, bytes], None] = lambda worker, payload: None
+        """Called with each answer to a command; one that is sent again comes again."""
 
     def subscribe(self, worker: int, receive: MailReceiver) -> None:
         """Calls `receive` with the index and each list of messages, those that came before
@@ -88,7 +91,10 @@ class WorkerMail:
             asyncio.get_running_loop().call_soon(self._read_slice)
 
     def deliver(self, frame: WorkerFrame) -> None:
-        worker, number, payload = frame
+        worker, number, payload, is_answer = frame
+        if is_answer:
+            self.on_answer(worker, payload)
+            return
         if number <= self._numbers.get(worker, 0):
             return
         self._numbers[worker] = number
@@ -100,10 +106,26 @@ class WorkerMail:
 
 class NodeLink:
     """The stream of one agent, from construction until `end`. Used from one event loop, in which
-    it owns a task. `mail` gets the messages of the node's workers."""
+    it owns a task.
 
-    def __init__(self, address: AgentAddress, attach: Attach, mail: WorkerMail) -> None:
+    Args:
+        mail: gets the messages of the node's workers.
+        on_events: called with what `events` returns later.
+        on_change: called when a connection has ended, or could not be made, and when it is made
+            anew.
+    """
+
+    def __init__(
+        self,
+        address: AgentAddress,
+        attach: Attach,
+        mail: WorkerMail,
+        on_events: Callable[[list[Any]], None] = lambda events: None,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
         self._mail = mail
+        self._on_events = on_events
+        self._on_change = on_change
         self._will_acknowledge = False
         self._silent_s = SILENT_S
         self._address = address
@@ -122,6 +144,11 @@ class NodeLink:
     def is_fenced(self) -> bool:
         """Whether the agent obeys a later controller: its process is that one's."""
         return isinstance(self._error, JobFailedError)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether it has a connection now."""
+        return self._link.is_open
 
     async def attached(self) -> None:
         """Waits until the agent obeys. Raises as `call`."""
@@ -145,6 +172,10 @@ class NodeLink:
             return await reply
         finally:
             del self._replies[number]
+
+    def command(self, command: NodeCommand) -> None:
+        """Sends a command to workers of the node, whose messages have their answers."""
+        self._link.send(FrameKind.COMMAND, pickle.dumps(command, pickle.HIGHEST_PROTOCOL))
 
     async def events(self) -> list[Any]:
         """The events since the last call; waits until there are some, or the agent shows that it
@@ -177,6 +208,7 @@ class NodeLink:
                 await asyncio.sleep(RETRY_S)
             finally:
                 self._link.close()
+                self._on_change()
 
     async def _serve_connection(self) -> None:
         """Connects, and receives until the connection's end, which it raises."""
@@ -191,6 +223,8 @@ class NodeLink:
                 self.end(taken_over_error(pickle.loads(hello.payload)))
                 return
             self._link.open(writer.write, hello.acknowledged)
+            if self._is_attached:  # else it may be another agent, which has not seen all
+                self._on_change()
             self._is_attached = True
             self._changed.notify()
             async with asyncio.timeout(self._silent_s) as limit:
@@ -223,6 +257,7 @@ class NodeLink:
                 if isinstance(events, Exception):  # that ended the agent's service
                     self.end(VaultLostError(str(events)))
                     return
+                self._on_events(events)
                 self._events += events
         self._acknowledge(len(frame.payload))
         self._news += 1

@@ -124,6 +124,7 @@ REASONS = {
         orchestrator.doctor.probes: _ANSWER_S
         orchestrator.cluster.node_links: CAUSE_WAIT_S
         workers.agent.node_agent: _ATTACH_TIMEOUT_S
+        workers.actor: _AGENT_WAIT_S
     """,
     "of a process that uses no CPU, or the least of a limit that is learned from steps": """
         workers.vault.process_watch: STALLED_S

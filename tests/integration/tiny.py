@@ -63,11 +63,9 @@ class TinyWorker:
             worker_socket(self._spec.name, self._spec.run, node_id),
             self._index,
             lambda _: self.poll(0.1),
+            self,
         )
         return WorkerInfo(self._index, node_id, socket.gethostname(), "127.0.0.1", os.getpid())
-
-    def call(self, method: str, *args: Any) -> Any:
-        return getattr(self, method)(*args)
 
     def wait_end(self) -> None:
         threading.Event().wait()
