@@ -256,7 +256,7 @@ class _Cluster:
             return
         worker = self._rng.choice(self._members)
         worker.alive = False
-        lost = ConnectionLost(worker.info.index, worker.info.pid)
+        lost = ConnectionLost(worker.info.index, worker.info.pid, has_ended=True)
         self._send_event(worker.info.node_id, (lost, time.monotonic()))
 
     def _is_complete(self) -> bool:

@@ -46,8 +46,8 @@ class SimulatedGroup:
         address = AgentAddress("", "127.0.0.1", port, secret)
         names = [f"node-{number}" for number in range(nodes)]
         for name in names:
-            attach, on_events = Attach(0, name.encode()), partial(self._on_events, name)
-            self._links[name] = NodeLink(address, attach, self._mail, on_events)
+            attach, on_news = Attach(0, name.encode()), partial(self._on_news, name)
+            self._links[name] = NodeLink(address, attach, self._mail, on_news)
         self._first = self._links[names[0]]
         self._started: asyncio.Queue[WorkerInfo] = asyncio.Queue()
         self._unanswered_faults_s: list[float] = []
@@ -145,8 +145,8 @@ class SimulatedGroup:
     async def release(self) -> None:
         pass
 
-    def _on_events(self, node: str, events: list[Any]) -> None:
-        self._commands.on_events(node, [it[0] for it in events if not isinstance(it, WorkerInfo)])
+    def _on_news(self, node: str, events: list[Any]) -> None:
+        self._commands.on_news(node, [it[0] for it in events if not isinstance(it, WorkerInfo)])
 
     async def _find_cause(self, worker: int) -> str:
         """Ray reports a worker's death."""

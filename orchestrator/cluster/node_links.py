@@ -110,9 +110,8 @@ class NodeLink:
 
     Args:
         mail: gets the messages of the node's workers.
-        on_events: called with what `events` returns later.
-        on_change: called when a connection has ended, or could not be made, and when it is made
-            anew.
+        on_news: called with what `events` returns later; with nothing when a connection has ended,
+            or is made anew.
     """
 
     def __init__(
@@ -120,12 +119,10 @@ class NodeLink:
         address: AgentAddress,
         attach: Attach,
         mail: WorkerMail,
-        on_events: Callable[[list[Any]], None] = lambda events: None,
-        on_change: Callable[[], None] = lambda: None,
+        on_news: Callable[[list[Any]], None] = lambda events: None,
     ) -> None:
         self._mail = mail
-        self._on_events = on_events
-        self._on_change = on_change
+        self._on_news = on_news
         self._will_acknowledge = False
         self._silent_s = SILENT_S
         self._address = address
@@ -208,7 +205,7 @@ class NodeLink:
                 await asyncio.sleep(RETRY_S)
             finally:
                 self._link.close()
-                self._on_change()
+                self._on_news([])
 
     async def _serve_connection(self) -> None:
         """Connects, and receives until the connection's end, which it raises."""
@@ -224,7 +221,7 @@ class NodeLink:
                 return
             self._link.open(writer.write, hello.acknowledged)
             if self._is_attached:  # else it may be another agent, which has not seen all
-                self._on_change()
+                self._on_news([])
             self._is_attached = True
             self._changed.notify()
             async with asyncio.timeout(self._silent_s) as limit:
@@ -257,7 +254,7 @@ class NodeLink:
                 if isinstance(events, Exception):  # that ended the agent's service
                     self.end(VaultLostError(str(events)))
                     return
-                self._on_events(events)
+                self._on_news(events)
                 self._events += events
         self._acknowledge(len(frame.payload))
         self._news += 1

@@ -238,15 +238,9 @@ class VaultGroup:
         vault.address = await vault.actor.open.remote(self._spec.run)
         if vault.ended:
             raise VaultLostError("it was closed")
-        commands = self.commands
-        vault.link = NodeLink(
-            vault.address,
-            self._attach,
-            self.mail,
-            partial(commands.on_events, node_id),
-            partial(commands.on_change, node_id),
-        )
-        commands.send_again(node_id)
+        on_news = partial(self.commands.on_news, node_id)
+        vault.link = NodeLink(vault.address, self._attach, self.mail, on_news)
+        self.commands.send_again(node_id)
         vault.life = asyncio.create_task(self._watch(vault.actor, vault.link))
         await vault.link.attached()
         return vault.address.vault

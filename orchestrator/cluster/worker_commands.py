@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias
@@ -122,20 +122,16 @@ class WorkerCommands:
         link = self._link_of(node)
         return worker in self._ended or link is None or not link.is_connected
 
-    def on_change(self, node: str) -> None:
-        """The connection of a node's stream has ended, or it has another one."""
-        for on_change in self._watchers:
-            on_change(node)
-
-    def on_events(self, node: str, events: Iterable[VaultEvent]) -> None:
-        """What an agent has seen on its node."""
+    def on_news(self, node: str, events: Sequence[VaultEvent]) -> None:
+        """An agent has seen this on its node; nothing: the connection to it has changed."""
         lost = [event for event in events if isinstance(event, ConnectionLost)]
         for event in lost:
             self.end(event.worker, _ENDED)
         ended = {event.worker for event in lost if event.has_ended}
-        if ended:
-            self._ended |= ended
-            self.on_change(node)
+        self._ended |= ended
+        if ended or not events:
+            for on_change in self._watchers:
+                on_change(node)
 
     def send_again(self, node: str) -> None:
         """A node has another agent."""

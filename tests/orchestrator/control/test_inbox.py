@@ -154,11 +154,11 @@ class WatchHarness:
 
     def cut(self) -> None:
         self.link.is_connected = False
-        self.commands.on_change("node")
+        self.commands.on_news("node", [])
 
     def end(self, worker: int) -> None:
         for has_ended in (False, True):
-            self.commands.on_events("node", [ConnectionLost(worker, 100, has_ended=has_ended)])
+            self.commands.on_news("node", [ConnectionLost(worker, 100, has_ended=has_ended)])
 
     async def lost(self) -> dict[int, str]:
         return dict((await self.watch.receive()).lost)
@@ -179,7 +179,7 @@ async def test_messages_come_until_worker_is_lost():
     assert "dismissed" in dict(reports.lost)[3]
     await settle()
     assert not harness.causes, "Ray is not asked about workers that an agent sees"
-    harness.commands.on_events("node", [ConnectionLost(2, 100)])
+    harness.commands.on_news("node", [ConnectionLost(2, 100)])
     await settle()
     assert not harness.causes, "before its process has ended"
     harness.end(2)
@@ -202,7 +202,7 @@ async def test_ray_is_asked_while_no_agent_sees_a_worker(is_cut: bool):
     harness.cut()
     await settle()
     harness.link.is_connected = True
-    harness.commands.on_change("node")
+    harness.commands.on_news("node", [])
     await settle()
     assert harness.causes[1].cancelled(), "the agent says it"
     harness.cut()
@@ -224,7 +224,7 @@ async def test_broadcast_waits_for_live_workers():
     assert replies.pending == {1, 2}
     harness.answer(1, 1)
     assert replies.pending == {2}
-    harness.commands.on_events("node", [ConnectionLost(2, 100)])
+    harness.commands.on_news("node", [ConnectionLost(2, 100)])
     await replies.wait_all()
     assert not watch.broadcast([2], call).pending
     replies = watch.broadcast([1], call)
