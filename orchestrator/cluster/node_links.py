@@ -110,8 +110,7 @@ class NodeLink:
 
     Args:
         mail: gets the messages of the node's workers.
-        on_news: called with what `events` returns later; with nothing when a connection has ended,
-            or is made anew.
+        on_news: called with what `events` returns later; with nothing when a connection has ended.
     """
 
     def __init__(
@@ -220,8 +219,6 @@ class NodeLink:
                 self.end(taken_over_error(pickle.loads(hello.payload)))
                 return
             self._link.open(writer.write, hello.acknowledged)
-            if self._is_attached:  # else it may be another agent, which has not seen all
-                self._on_news([])
             self._is_attached = True
             self._changed.notify()
             async with asyncio.timeout(self._silent_s) as limit:

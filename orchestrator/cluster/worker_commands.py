@@ -113,9 +113,9 @@ class WorkerCommands:
         finally:
             self._forget(number, worker)
 
-    def watch(self, on_change: Callable[[str], None]) -> None:
-        """Calls `on_change` with a node when `is_in_doubt` may have changed there."""
-        self._watchers.append(on_change)
+    def watch(self, on_doubt: Callable[[str], None]) -> None:
+        """Calls `on_doubt` with a node when `is_in_doubt` may have become true there."""
+        self._watchers.append(on_doubt)
 
     def is_in_doubt(self, worker: int, node: str) -> bool:
         """Whether the worker's process has ended, or its end would not be seen."""
@@ -123,15 +123,15 @@ class WorkerCommands:
         return worker in self._ended or link is None or not link.is_connected
 
     def on_news(self, node: str, events: Sequence[VaultEvent]) -> None:
-        """An agent has seen this on its node; nothing: the connection to it has changed."""
+        """An agent has seen this on its node; nothing: the connection to it has ended."""
         lost = [event for event in events if isinstance(event, ConnectionLost)]
         for event in lost:
             self.end(event.worker, _ENDED)
         ended = {event.worker for event in lost if event.has_ended}
         self._ended |= ended
         if ended or not events:
-            for on_change in self._watchers:
-                on_change(node)
+            for on_doubt in self._watchers:
+                on_doubt(node)
 
     def send_again(self, node: str) -> None:
         """A node has another agent."""

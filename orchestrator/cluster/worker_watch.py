@@ -19,7 +19,7 @@ class WorkerWatch:
 
     A worker whose end Ray confirms is reported once, after the messages received so far, and
     unsubscribed. Ray, which may know the cause, is asked once an agent has reported the end of the
-    process, and while a node has no agent, or the connection to it is made anew.
+    process; and from the end of a node's connection until the worker is heard over another one.
 
     Args:
         mail: has their messages.
@@ -44,7 +44,7 @@ class WorkerWatch:
         self._subscribed: dict[int, str] = {}  # their nodes
         self._messages: list[tuple[int, list[WorkerMessage]]] = []
         self._lost: dict[int, str] = {}
-        commands.watch(self._on_change)
+        commands.watch(self._on_doubt)
 
     def close(self) -> None:
         self._subscribed.clear()
@@ -94,16 +94,16 @@ class WorkerWatch:
 
     def _on_messages(self, worker: int, messages: list[WorkerMessage]) -> None:
         self._messages.append((worker, messages))
+        if worker in self._asking:
+            node = self._subscribed[worker]
+            if not self._commands.is_in_doubt(worker, node):  # its agent sees it, and knows more
+                self._asking.pop(worker).cancel()
         self._changed.notify()
 
-    def _on_change(self, node: str) -> None:
+    def _on_doubt(self, node: str) -> None:
         for worker, its in self._subscribed.items():
-            if its != node:
-                continue
-            if self._commands.is_in_doubt(worker, node):
+            if its == node and self._commands.is_in_doubt(worker, node):
                 self._ask(worker)
-            elif worker in self._asking:  # its agent, which is connected again, knows more
-                self._asking.pop(worker).cancel()
 
     def _ask(self, worker: int) -> None:
         if worker not in self._asking:

@@ -59,6 +59,8 @@ class CommandRunner:
             pool.submit(self._run, command)
 
     def _run(self, command: WorkerCommand) -> None:
+        if command.controller != self._obeyed:
+            return  # it has lost the job since
         method, arguments = pickle.loads(command.call)
         own = pickle.loads(command.own)
         reply = run_call(self._target, method, (*arguments, *own))

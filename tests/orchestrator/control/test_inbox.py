@@ -202,9 +202,10 @@ async def test_ray_is_asked_while_no_agent_sees_a_worker(is_cut: bool):
     harness.cut()
     await settle()
     harness.link.is_connected = True
-    harness.commands.on_news("node", [])
+    send(harness.mail, 1, 1)
     await settle()
     assert harness.causes[1].cancelled(), "the agent says it"
+    await harness.watch.receive()
     harness.cut()
     harness.cut()
     await settle()
