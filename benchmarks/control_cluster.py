@@ -28,6 +28,7 @@ from rayzero.workers.messages import (
     GenerationSpec,
     Heartbeat,
     Joined,
+    Prepared,
     RankAssignment,
     Restored,
     StepReport,
@@ -146,7 +147,8 @@ class _Cluster:
         self._members: list[_Worker] = []
         self._world_size = 0  # of the latest generation
         self._generation = 0
-        self._draining = self._injects_faults = False
+        self._draining = False
+        self._fault_s = 0.0  # between two; 0: there are none
         self._step = 0
         self._slots: dict[str, list[SlotInfo]] = {}
         self._frames = count(1)
@@ -173,9 +175,8 @@ class _Cluster:
         return tuple(worker.info for worker in self._workers)
 
     def _do_inject_faults(self, interval_s: float) -> None:
-        self._injects_faults = interval_s > 0
-        if self._injects_faults:
-            self._every(interval_s, self._inject_fault)
+        self._fault_s = interval_s
+        self._inject_fault_later()
 
     def _do_replace(self, worker: int) -> None:
         node = self._workers[worker].info.node_id
@@ -189,6 +190,9 @@ class _Cluster:
 
     def _on_assign(self, worker: _Worker, spec: GenerationSpec, place: RankAssignment) -> None:
         generation = spec.generation
+        if spec.is_ahead:
+            self._send(worker, Prepared(generation, place.rank))
+            return
         if generation > self._generation:
             self._generation, self._world_size = generation, spec.world_size
             self._members, self._draining = [], False
@@ -204,7 +208,7 @@ class _Cluster:
     def _on_fence(self, worker: _Worker, generation: int) -> None:
         if worker.generation == generation:
             worker.generation = 0
-            self._send(worker, Stopped(generation, worker.rank, None))
+            self._send(worker, Stopped(generation, worker.rank, stays=True))
 
     _on_stop = _on_fence
 
@@ -244,12 +248,12 @@ class _Cluster:
             messages: list[WorkerMessage] = [report]
             if self._draining:
                 worker.generation = 0
-                messages.append(Stopped(generation, worker.rank, None))
+                messages.append(Stopped(generation, worker.rank, stays=True))
             self._send(worker, *messages)
         self._slots = dict(slots)
 
     def _inject_fault(self) -> None:
-        if not self._injects_faults:
+        if not self._fault_s:
             return
         if not self._is_complete():  # retry when the next generation is complete
             self._later(FAULT_RETRY_S, self._inject_fault)
@@ -258,6 +262,11 @@ class _Cluster:
         worker.alive = False
         lost = ConnectionLost(worker.info.index, worker.info.pid, has_ended=True)
         self._send_event(worker.info.node_id, (lost, time.monotonic()))
+        self._inject_fault_later()
+
+    def _inject_fault_later(self) -> None:
+        """At any time of a step: with equal intervals all faults would be at the same one."""
+        self._later(self._fault_s * self._rng.uniform(0.5, 1.5), self._inject_fault)
 
     def _is_complete(self) -> bool:
         joined = all(m.alive and m.generation == self._generation for m in self._members)

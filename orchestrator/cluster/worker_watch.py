@@ -52,7 +52,7 @@ class WorkerWatch:
             asking.cancel()
 
     def subscribe(self, workers: Iterable[int]) -> None:
-        for worker in workers:
+        for worker in {*workers} - self._subscribed.keys():
             try:
                 node = self._subscribed[worker] = self._node_of(worker)
             except WorkerLostError as lost:

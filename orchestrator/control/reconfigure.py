@@ -278,6 +278,7 @@ class Rendezvous:
             store_host=registry.info(store[0]).ip,
             store_port=store[1],
             restore=restore,
+            members=generation.workers,
             shares=shares,
             remote=members.replicates,
             faults=self._injector.injected,

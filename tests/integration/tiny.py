@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -67,8 +66,7 @@ class TinyWorker:
         )
         return WorkerInfo(self._index, node_id, socket.gethostname(), "127.0.0.1", os.getpid())
 
-    def wait_end(self) -> None:
-        threading.Event().wait()
+    def ping(self) -> None: ...
 
     def poll(self, timeout_s: float) -> list[WorkerMessage]:
         time.sleep(timeout_s)
