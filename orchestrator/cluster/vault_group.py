@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
 
 import ray
@@ -16,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayzero.orchestrator.cluster.node_links import NodeLink, WorkerMail
 from rayzero.orchestrator.cluster.ray_api import ACTOR_LOST, death_cause, wait_gone
+from rayzero.orchestrator.cluster.worker_commands import WorkerCommands
 from rayzero.orchestrator.errors import JobFailedError, VaultLostError
 from rayzero.workers.agent.link import AgentAddress, Attach
 from rayzero.workers.chaos.node import network_id
@@ -84,6 +86,9 @@ class VaultGroup:
         self._attach = Attach(epoch, os.urandom(16))
         self.mail = WorkerMail()
         """The messages of workers on nodes with a vault."""
+        self.commands = WorkerCommands(self._attach, self._link_of)
+        """To these workers."""
+        self.mail.on_answer = self.commands.on_answer
         self._actor = ray.remote(VaultActor)
         self._vaults: dict[str, _NodeVault] = {}
         self.attached: tuple[str, ...] = ()
@@ -109,7 +114,7 @@ class VaultGroup:
         for vault in vaults:
             with suppress(ValueError):  # it has ended
                 node = vault.what.removeprefix(VAULT).rpartition("-")[0]
-                self._vaults[node] = self._begin(vault.actor())
+                self._begin(node, vault.actor())
         opened = [asyncio.shield(it.opening) for it in self._vaults.values()]
         answers = [asyncio.wait_for(it, _START_TIMEOUT_S) for it in opened]
         replies = await asyncio.gather(*answers, return_exceptions=True)
@@ -144,14 +149,13 @@ class VaultGroup:
             self.orphan_s,
             self._health_limit_s,
         )
-        self._vaults[node_id] = self._begin(vault)
+        self._begin(node_id, vault)
 
-    def _begin(self, actor: Any) -> _NodeVault:
+    def _begin(self, node_id: str, actor: Any) -> None:
         """Begins to make the stream of a vault."""
-        vault = _NodeVault(actor)
-        vault.opening = asyncio.create_task(self._open_stream(vault))
+        vault = self._vaults[node_id] = _NodeVault(actor)
+        vault.opening = asyncio.create_task(self._open_stream(node_id, vault))
         vault.opening.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return vault
 
     async def open(self, node_ids: Sequence[str]) -> dict[str, str]:
         """Starts a vault on each of these nodes that has none; the addresses by node. Raises
@@ -244,11 +248,17 @@ class VaultGroup:
         except RayError as error:
             raise JobFailedError(f"a vault could not start: {death_cause(error)}") from None
 
-    async def _open_stream(self, vault: _NodeVault) -> str:
+    def _link_of(self, node_id: str) -> NodeLink | None:
+        vault = self._vaults.get(node_id)
+        return None if vault is None else vault.link
+
+    async def _open_stream(self, node_id: str, vault: _NodeVault) -> str:
         vault.address = await vault.actor.open.remote(self._spec.run)
         if vault.ended:
             raise VaultLostError("it was closed")
-        vault.link = NodeLink(vault.address, self._attach, self.mail)
+        on_news = partial(self.commands.on_news, node_id)
+        vault.link = NodeLink(vault.address, self._attach, self.mail, on_news)
+        self.commands.send_again(node_id)
         vault.life = asyncio.create_task(self._watch(vault.actor, vault.link))
         await vault.link.attached()
         return vault.address.vault
