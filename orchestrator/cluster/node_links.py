@@ -100,10 +100,18 @@ class WorkerMail:
 
 class NodeLink:
     """The stream of one agent, from construction until `end`. Used from one event loop, in which
-    it owns a task. `mail` gets the messages of the node's workers."""
+    it owns a task. `mail` gets the messages of the node's workers; `on_fenced` is called when the
+    agent obeys a later controller."""
 
-    def __init__(self, address: AgentAddress, attach: Attach, mail: WorkerMail) -> None:
+    def __init__(
+        self,
+        address: AgentAddress,
+        attach: Attach,
+        mail: WorkerMail,
+        on_fenced: Callable[[], object] = lambda: None,
+    ) -> None:
         self._mail = mail
+        self._on_fenced = on_fenced
         self._will_acknowledge = False
         self._silent_s = SILENT_S
         self._address = address
@@ -188,6 +196,7 @@ class NodeLink:
             async with asyncio.timeout(SILENT_S):
                 hello = await read_frame(reader)
             if hello.kind is FrameKind.FENCED:
+                self._on_fenced()
                 self.end(taken_over_error(pickle.loads(hello.payload)))
                 return
             self._link.open(writer.write, hello.acknowledged)

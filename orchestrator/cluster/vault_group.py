@@ -24,6 +24,7 @@ from rayzero.workers.lifetimes import NAMESPACE, VAULT, Owned, owned_name
 from rayzero.workers.messages import WorkerSpec
 from rayzero.workers.vault.actor import VAULT_CALL_THREADS, VaultActor
 from rayzero.workers.vault.records import VaultEvent
+from rayzero.workers.vault.vault import Vault
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -70,10 +71,18 @@ class VaultGroup:
     Args:
         epoch: of this controller's claim on the job: vaults obey none with a lower one.
         orphan_s: as of `OrphanWatch`, also for workers.
+        on_fenced: called when a vault obeys a later controller.
     """
 
-    def __init__(self, spec: WorkerSpec, epoch: int = 0, orphan_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        epoch: int = 0,
+        orphan_s: float = 0.0,
+        on_fenced: Callable[[], object] = lambda: None,
+    ) -> None:
         self._spec = spec
+        self._on_fenced = on_fenced
         self.orphan_s = orphan_s
         self._faults = spec.faults
         self._attach = Attach(epoch, os.urandom(16))
@@ -166,6 +175,13 @@ class VaultGroup:
         events: list[VaultEvent] = await self._of_link(node_id, NodeLink.events)
         return events
 
+    async def ask_all(self, limit_s: float) -> None:
+        """Waits until all vaults have answered, or the limit: one that obeys a later controller
+        does so by the call of `on_fenced`."""
+        calls = [self.call(node, Vault.runs, os.getpid()) for node in self._vaults]
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), limit_s)
+
     async def inject_faults(self, faults: Sequence[FaultSpec]) -> None:
         """Replaces the faults that were injected since the job started, in every vault, also in
         those that start later."""
@@ -230,7 +246,7 @@ class VaultGroup:
         vault.address = await vault.actor.open.remote(self._spec.run)
         if vault.ended:
             raise VaultLostError("it was closed")
-        vault.link = NodeLink(vault.address, self._attach, self.mail)
+        vault.link = NodeLink(vault.address, self._attach, self.mail, self._on_fenced)
         vault.life = asyncio.create_task(self._watch(vault.actor, vault.link))
         await vault.link.attached()
         return vault.address.vault

@@ -8,9 +8,7 @@ has ended and a client has fetched the end.
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -28,6 +26,7 @@ from rayzero.orchestrator.aio import Clock, with_timeout
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.checkpoint_store import CheckpointStore
 from rayzero.orchestrator.cluster.leftovers import end_workers
+from rayzero.orchestrator.cluster.node_links import SILENT_S
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 from rayzero.orchestrator.control.components import Dependencies
@@ -44,6 +43,7 @@ from rayzero.orchestrator.job.past_runs import (
     remove_summary,
     repeated_result,
 )
+from rayzero.orchestrator.job.process import end_fenced_process, tune_gc_and_switch_interval
 from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
 from rayzero.orchestrator.job_events import JobWarning, MetricsServed
 from rayzero.orchestrator.machine import State
@@ -74,8 +74,6 @@ _START_POLL_S = 0.05
 _LOG_READER_IDLE_S = 1.5  # a reader that has not asked for this long has stopped
 _RECENT_POLL_S = 10.0
 _REPLY_FLUSH_S = 0.2  # between the last reply and the end of the process
-_GC_THRESHOLD = 50_000
-_SWITCH_INTERVAL_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -86,6 +84,7 @@ class JobRun:
     telemetry: Telemetry
     trackers: Trackers
     controller: Controller
+    vaults: VaultGroup
 
 
 class JobActor:
@@ -108,6 +107,7 @@ class JobActor:
         self._last_log_read_s = float("-inf")
         self._end_acknowledged = asyncio.Event()
         # Owned by this object; it ends with the process.
+        self._giving_up: asyncio.Task[None] | None = None
         self._main_task = self._loop.create_task(self._main())
 
     async def fetch_events(self, run: str, since: int, timeout_s: float) -> EventPage:
@@ -235,7 +235,13 @@ class JobActor:
         """Another process owns the job's folder."""
         if self._run is not None:
             self._run.recorder.stop_journal()
-            self._run.controller.post_event(machine.FaultFatal(error))
+            self._giving_up = self._loop.create_task(self._give_up(self._run, error))
+
+    async def _give_up(self, run: JobRun, error: RayzeroError) -> None:
+        """Ends this process's workers and vaults, unless the other process has them: it is this
+        actor's, too, where Ray took this node for lost."""
+        await run.vaults.ask_all(SILENT_S)
+        run.controller.post_event(machine.FaultFatal(error))
 
     def _write_folder_again(self) -> None:
         """The job's folder was removed, and is there again."""
@@ -249,7 +255,8 @@ class JobActor:
         past = await asyncio.to_thread(load_past_runs, plan, self._warn)
         # Rollouts in a vault belong to the process that has opened them: with roles none is kept.
         continued = past.lost.run if past.lost is not None and not plan.roles else ""
-        vaults = VaultGroup(plan.worker_spec, lease.epoch, plan.spec.recovery.orphan_s)
+        orphan_s = plan.spec.recovery.orphan_s
+        vaults = VaultGroup(plan.worker_spec, lease.epoch, orphan_s, end_fenced_process)
         await vaults.attach(await inherited.end_vaults(continued))
         if repeated := await asyncio.to_thread(repeated_result, plan, past.last):
             self._warn(repeated.note)
@@ -311,7 +318,7 @@ class JobActor:
 
         dependencies = Dependencies(workers, vaults, store, events, clock, flush_journal, roles)
         controller = Controller(plan, dependencies, past.lost, past.last)
-        return JobRun(recorder, telemetry, trackers, controller)
+        return JobRun(recorder, telemetry, trackers, controller, vaults)
 
     async def _record_end(self, outcome: JobResult | RayzeroError) -> EndedJob:
         """Makes the end durable before clients see it, within limits."""
@@ -380,19 +387,3 @@ async def save_summary(
             fix="checkpoint.path, the disk it is on, or a longer recovery.patience_s, of which "
             "half is waited for",
         ) from None
-
-
-def tune_gc_and_switch_interval() -> None:
-    """Prepares a process that only runs a job's controller; called after all imports.
-
-    Garbage collection: messages are in no reference cycles. At Python's default thresholds the
-    collector scans all modules and the state of the job so often that it took a fifth of the CPU
-    time of a large job's controller.
-
-    Threads: a scrape renders thousands of series in a thread of its own; at the default switch
-    interval the event loop would wait 5 ms for the GIL each time.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_GC_THRESHOLD, 20, 20)
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import pickle
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from queue import Empty, SimpleQueue
@@ -129,9 +129,12 @@ def agent(commands: Commands) -> Iterator[tuple[AgentServer, AgentAddress]]:
 
 @asynccontextmanager
 async def linked(
-    address: AgentAddress, epoch: int = 0, mail: WorkerMail | None = None
+    address: AgentAddress,
+    epoch: int = 0,
+    mail: WorkerMail | None = None,
+    on_fenced: Callable[[], object] = lambda: None,
 ) -> AsyncIterator[NodeLink]:
-    link = NodeLink(address, Attach(epoch, os.urandom(16)), mail or WorkerMail())
+    link = NodeLink(address, Attach(epoch, os.urandom(16)), mail or WorkerMail(), on_fenced)
     try:
         yield link
     finally:
@@ -237,9 +240,9 @@ async def test_end_of_the_process_ends_the_stream(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_one_controller_is_obeyed():
-    commands = Commands()
+    commands, fenced = Commands(), list[str]()
     with agent(commands) as (_, address):
-        async with linked(address, epoch=4) as first:
+        async with linked(address, 4, on_fenced=lambda: fenced.append("first")) as first:
             await within(first.attached())
             late = asyncio.ensure_future(first.call("wait"))
             await within(first.call("note", 1))
@@ -253,6 +256,7 @@ async def test_one_controller_is_obeyed():
                 commands.events.put("died")
                 assert await next_events(second, 1) == ["died"]
                 assert await within(second.call("note", 3)) == 3
+                assert fenced == ["first"]
             async with linked(address, epoch=4) as third:
                 with pytest.raises(JobFailedError, match="taken over"):
                     await within(third.attached())
