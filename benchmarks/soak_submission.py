@@ -27,6 +27,7 @@ from rayzero.orchestrator.job.handle import JobHandle
 from rayzero.orchestrator.job_events import (
     JobEvent,
     JobWarning,
+    Reattached,
     Repaired,
     Resized,
     RoleFault,
@@ -203,6 +204,8 @@ class EventLogger:
             self.resizes += 1
         elif isinstance(event, RunAdopted):
             self._adopted = event, now_s
+        elif isinstance(event, Reattached):
+            self.recoveries.append(Recovery(self._cause("reattached"), event.offline_s, 0))
         elif isinstance(event, RoleFault):
             self._role_faults[event.role, event.number] = event.cause, now_s
         elif isinstance(event, RoleWorkerReady):

@@ -21,6 +21,7 @@ from rayzero.workers.agent.link import (
     Attach,
     Frame,
     FrameKind,
+    Hello,
     Link,
     WorkerFrame,
     read_frame,
@@ -121,15 +122,12 @@ class NodeLink:
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._events: list[Any] = []
         self._news = 0  # frames since the last `events`
+        self.hello = Hello(-1)
+        """The agent's, once it obeys."""
         self._is_attached = False
         self._error: Exception | None = None
         self._changed = ChangeNotifier()
         self._task = asyncio.get_running_loop().create_task(self._run())
-
-    @property
-    def is_fenced(self) -> bool:
-        """Whether the agent obeys a later controller: its process is that one's."""
-        return isinstance(self._error, JobFailedError)
 
     async def attached(self) -> None:
         """Waits until the agent obeys. Raises as `call`."""
@@ -199,6 +197,7 @@ class NodeLink:
                 self._on_fenced()
                 self.end(taken_over_error(pickle.loads(hello.payload)))
                 return
+            self.hello = pickle.loads(hello.payload)
             self._link.open(writer.write, hello.acknowledged)
             self._is_attached = True
             self._changed.notify()

@@ -51,13 +51,11 @@ class _NodeVault:
     ended: bool = False
 
     def end(self, cause: str) -> None:
-        """Ends the stream and the process, unless that obeys a later controller."""
+        """Ends the stream and the process."""
         self.ended = True
         if self.life is not None:
             self.life.cancel()
         if self.link is not None:
-            if self.link.is_fenced:
-                return
             self.link.end(VaultLostError(cause))
         ray.kill(self.actor)  # it may live: Ray could not reach it for a while
 
@@ -92,6 +90,8 @@ class VaultGroup:
         self._vaults: dict[str, _NodeVault] = {}
         self.attached: tuple[str, ...] = ()
         """The nodes of the vaults that an earlier process has started."""
+        self.last_worker = -1
+        """The greatest index of the workers that these have heard of."""
         self._shared_peers: dict[str, Any] = {}
         self._health_limit_s: float | None = None
 
@@ -113,6 +113,10 @@ class VaultGroup:
             if not isinstance(reply, str):
                 self._remove(node, found, "it did not answer")
         self.attached = tuple(self._vaults)
+        links = (vault.link for vault in self._vaults.values())
+        self.last_worker = max(
+            (link.hello.last_worker for link in links if link is not None), default=-1
+        )
 
     def start(self, node_id: str) -> None:
         """Starts a vault on a node that has none, without waiting for it."""
