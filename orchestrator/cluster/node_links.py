@@ -112,6 +112,7 @@ class NodeLink:
     Args:
         mail: gets the messages of the node's workers.
         on_news: called with what `events` returns later; with nothing when a connection has ended.
+        on_fenced: called when the agent obeys a later controller.
     """
 
     def __init__(
@@ -120,9 +121,11 @@ class NodeLink:
         attach: Attach,
         mail: WorkerMail,
         on_news: Callable[[list[Any]], None] = lambda events: None,
+        on_fenced: Callable[[], object] = lambda: None,
     ) -> None:
         self._mail = mail
         self._on_news = on_news
+        self._on_fenced = on_fenced
         self._will_acknowledge = False
         self._silent_s = SILENT_S
         self._address = address
@@ -138,11 +141,6 @@ class NodeLink:
         self._error: Exception | None = None
         self._changed = ChangeNotifier()
         self._task = asyncio.get_running_loop().create_task(self._run())
-
-    @property
-    def is_fenced(self) -> bool:
-        """Whether the agent obeys a later controller: its process is that one's."""
-        return isinstance(self._error, JobFailedError)
 
     @property
     def is_connected(self) -> bool:
@@ -219,6 +217,7 @@ class NodeLink:
             async with asyncio.timeout(SILENT_S):
                 hello = await read_frame(reader)
             if hello.kind is FrameKind.FENCED:
+                self._on_fenced()
                 self.end(taken_over_error(pickle.loads(hello.payload)))
                 return
             self.hello = pickle.loads(hello.payload)

@@ -26,6 +26,7 @@ from rayzero.workers.lifetimes import NAMESPACE, VAULT, Owned, owned_name
 from rayzero.workers.messages import WorkerSpec
 from rayzero.workers.vault.actor import VAULT_CALL_THREADS, VaultActor
 from rayzero.workers.vault.records import VaultEvent
+from rayzero.workers.vault.vault import Vault
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -51,18 +52,11 @@ class _NodeVault:
     life: asyncio.Task[None] | None = None
     ended: bool = False
 
-    @property
-    def is_fenced(self) -> bool:
-        """Whether it obeys a later controller, whose it is."""
-        return self.link is not None and self.link.is_fenced
-
     def end(self, cause: str) -> None:
-        """Ends the stream and the process, unless it is fenced."""
+        """Ends the stream and the process."""
         self.ended = True
         if self.life is not None:
             self.life.cancel()
-        if self.is_fenced:
-            return
         if self.link is not None:
             self.link.end(VaultLostError(cause))
         ray.kill(self.actor)  # it may live: Ray could not reach it for a while
@@ -77,10 +71,18 @@ class VaultGroup:
     Args:
         epoch: of this controller's claim on the job: vaults obey none with a lower one.
         orphan_s: as of `OrphanWatch`, also for workers.
+        on_fenced: called when a vault obeys a later controller.
     """
 
-    def __init__(self, spec: WorkerSpec, epoch: int = 0, orphan_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        epoch: int = 0,
+        orphan_s: float = 0.0,
+        on_fenced: Callable[[], object] = lambda: None,
+    ) -> None:
         self._spec = spec
+        self._on_fenced = on_fenced
         self.orphan_s = orphan_s
         self._faults = spec.faults
         self._attach = Attach(epoch, os.urandom(16))
@@ -97,12 +99,6 @@ class VaultGroup:
         """The greatest index of the workers that these have heard of."""
         self._shared_peers: dict[str, Any] = {}
         self._health_limit_s: float | None = None
-        self._is_superseded = False
-
-    @property
-    def is_superseded(self) -> bool:
-        """Whether a later controller of the run has taken its processes over."""
-        return self._is_superseded or any(it.is_fenced for it in self._vaults.values())
 
     def check_nodes(self, limit_s: float) -> None:
         """Makes each vault that starts later begin with a check of its node."""
@@ -187,6 +183,13 @@ class VaultGroup:
         events: list[VaultEvent] = await self._of_link(node_id, NodeLink.events)
         return events
 
+    async def ask_all(self, limit_s: float) -> None:
+        """Waits until all vaults have answered, or the limit: one that obeys a later controller
+        does so by the call of `on_fenced`."""
+        calls = [self.call(node, Vault.runs, os.getpid()) for node in self._vaults]
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), limit_s)
+
     async def inject_faults(self, faults: Sequence[FaultSpec]) -> None:
         """Replaces the faults that were injected since the job started, in every vault, also in
         those that start later."""
@@ -212,16 +215,15 @@ class VaultGroup:
         vault = self._vaults.pop(node_id, None)
         if vault is not None:
             vault.end("it was closed")
-            await wait_gone([vault.actor.usage] if not vault.is_fenced else [])
+            await wait_gone([vault.actor.usage])
 
     async def release(self) -> None:
         """Ends all vaults. May be called at any time, repeatedly."""
         vaults = list(self._vaults.values())
         self._vaults, self._shared_peers = {}, {}
-        self._is_superseded = self._is_superseded or any(it.is_fenced for it in vaults)
         for vault in vaults:
             vault.end("it was closed")
-        await wait_gone(vault.actor.usage for vault in vaults if not vault.is_fenced)
+        await wait_gone(vault.actor.usage for vault in vaults)
 
     async def _of_link(self, node_id: str, request: Callable[[NodeLink], Awaitable[Any]]) -> Any:
         vault = self._vaults.get(node_id)
@@ -257,7 +259,7 @@ class VaultGroup:
         if vault.ended:
             raise VaultLostError("it was closed")
         on_news = partial(self.commands.on_news, node_id)
-        vault.link = NodeLink(vault.address, self._attach, self.mail, on_news)
+        vault.link = NodeLink(vault.address, self._attach, self.mail, on_news, self._on_fenced)
         self.commands.send_again(node_id)
         vault.life = asyncio.create_task(self._watch(vault.actor, vault.link))
         await vault.link.attached()

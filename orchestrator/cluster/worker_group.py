@@ -241,12 +241,10 @@ class WorkerGroup:
             self._free_reservation.set()
 
     async def release(self) -> None:
-        """Ends all workers and removes all reservations, unless they are a later controller's. May
-        be called at any time, repeatedly."""
+        """Ends all workers and removes all reservations. May be called at any time, repeatedly."""
         self._watch.close()
         await self._tasks.cancel_all()
-        if not self._vaults.is_superseded:
-            await self._pool.remove_all()
+        await self._pool.remove_all()
 
     def _node_of(self, worker: int) -> str:
         return self._pool.get(worker).node_id

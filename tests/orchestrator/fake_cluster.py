@@ -268,10 +268,12 @@ class FakeCluster:
         assert assign is not None
         crash_step = process.step + 1 if step is None else step
         process.assign = None
+        has_loaded = process.ready and kind != "state"
         self.send(
             worker,
             Crashed(
                 *(assign.generation, assign.rank, kind, crash_step, error, "the user's frames"),
+                memory=self._memory(process) if has_loaded else None,
                 stays=kind == "collective" and self._stays(process),
             ),
         )
