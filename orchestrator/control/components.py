@@ -24,10 +24,10 @@ from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.control.newcomers import Newcomers
 from rayzero.orchestrator.control.node_health import NodeHealth
+from rayzero.orchestrator.control.pins import CheckpointPins
 from rayzero.orchestrator.control.reconfigure import MemberSelection, Reconfiguration, Rendezvous
 from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
 from rayzero.orchestrator.control.replacements import Replacements
-from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.restore import RestoreSelector
 from rayzero.orchestrator.control.role_worker import RoleViews
 from rayzero.orchestrator.control.roles import RolePools
@@ -101,14 +101,14 @@ class Components:
         checkpoints = self.checkpoints = CheckpointWriter(
             plan, loop, groups, deps.checkpoint_store, events, progress, committed
         )
-        replication = Replication(recovery.replicas, loop, members, calls, events, checkpoints)
+        pins = CheckpointPins(loop, members, calls, checkpoints)
         restore = RestoreSelector(
             members, calls, events, progress, timer, patience_s, failures, vaults, checkpoints
         )
         # About another checkpoint than its own the last run says nothing.
         past = last if plan.spec.checkpoint.resume == "auto" else None
         self.completion = JobCompletion(
-            plan, loop, machine, members, events, progress, replication, checkpoints, restore, past
+            plan, loop, machine, members, events, progress, pins, checkpoints, restore, past
         )
         steps = StepReports(
             loop,
@@ -116,14 +116,14 @@ class Components:
             events,
             progress,
             timer,
-            replication,
+            pins,
             vaults,
             versions,
             injector,
             calls,
             Balancer(enabled=recovery.balance == "auto"),
         )
-        self._build_inbox(deps, timer, steps, replication, versions, restore, patience_s)
+        self._build_inbox(deps, timer, steps, pins, versions, restore, patience_s)
         self._build_generations(plan, deps, calls, timer, steps, restore)
         self._build_scaling(plan, deps, calls)
 
@@ -154,7 +154,7 @@ class Components:
         deps: Dependencies,
         timer: RecoveryTimer,
         steps: StepReports,
-        replication: Replication,
+        pins: CheckpointPins,
         versions: WeightVersions,
         restore: RestoreSelector,
         patience_s: float,
@@ -169,7 +169,7 @@ class Components:
             timer,
             steps,
             failures,
-            replication,
+            pins,
             versions,
             restore.rewind,
             self.completion.begin,

@@ -282,7 +282,6 @@ class Rendezvous:
             store_port=store[1],
             restore=restore,
             shares=shares,
-            remote=members.replicates,
             faults=self._injector.injected,
             survivors_stay=any(it.is_waiting for it in registry.calls_of(assignments)),
             notes=notes,

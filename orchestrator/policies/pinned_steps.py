@@ -1,4 +1,4 @@
-"""Steps that the vaults keep: which are complete, and which may be released."""
+"""Steps that the vaults keep for checkpoints: which are complete, and which may be released."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ class PinnedStep:
 
     Args:
         slots: one per rank, by rank.
-        checkpoint: whether it becomes a checkpoint.
         stopped_s: how long training was blocked for it, on the slowest rank.
         rank_bytes: the size of the largest slot, as far as it is known.
     """
@@ -25,7 +24,6 @@ class PinnedStep:
     generation: int
     step: int
     slots: tuple[SlotRef, ...]
-    checkpoint: bool
     stopped_s: float
     rank_bytes: int = 0
 
@@ -33,9 +31,7 @@ class PinnedStep:
 class PinnedSteps:
     """Which steps are pinned in the vaults, and up to which they may be released. Pure.
 
-    A step that is being processed is never released. A replicated one is kept until a newer one is
-    replicated: otherwise, for a while, no redundancy level would hold a complete step. One that
-    only became a checkpoint is released at once, because the vaults hold newer steps anyway.
+    A step is never released while it is written.
     """
 
     def __init__(self) -> None:
@@ -61,22 +57,14 @@ class PinnedSteps:
             tuple(
                 SlotRef(generation, rank, step, node) for rank, (_, node) in sorted(ranks.items())
             ),
-            checkpoint=any(message.checkpoint for message, _ in ranks.values()),
             stopped_s=max(message.stopped_s for message, _ in ranks.values()),
             rank_bytes=max(message.nbytes for message, _ in ranks.values()),
         )
 
-    def complete(self, pin: PinnedStep, *, hold: bool) -> None:
-        """A pin is processed. `hold`: it is now complete on every redundancy level."""
+    def complete(self, pin: PinnedStep) -> None:
+        """A pin is written, or given up."""
         self._in_progress.discard((pin.generation, pin.step))
-        limit = self._limits.get(pin.generation, -1)
-        self._limits[pin.generation] = max(limit, pin.step - hold)
-        if hold:
-            self.release_older(pin.generation)
-
-    def copy_failed(self, pin: PinnedStep) -> None:
-        """A pin was not replicated completely: it is kept until a newer one is."""
-        self._in_progress.discard((pin.generation, pin.step))
+        self._limits[pin.generation] = max(self._limits.get(pin.generation, -1), pin.step)
 
     def releasable(self) -> Iterator[tuple[int, int]]:
         """Yields (generation, step): all pins up to both may be released. Each is yielded once."""

@@ -80,7 +80,15 @@ class ProcessStalled:
     state: str
 
 
-VaultEvent: TypeAlias = ConnectionLost | FaultFired | ProcessStalled
+@dataclass(frozen=True)
+class NotReplicated:
+    """An attempt to copy a rank's slot of a step to another node has failed."""
+
+    step: int
+    problem: str
+
+
+VaultEvent: TypeAlias = ConnectionLost | FaultFired | NotReplicated | ProcessStalled
 
 
 class VaultGoneError(RayzeroError):
