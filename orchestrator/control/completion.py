@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator import machine
+from rayzero.orchestrator.control.checkpoint_pins import CheckpointPins
 from rayzero.orchestrator.control.checkpoints import CheckpointWriter
 from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
-from rayzero.orchestrator.control.pins import CheckpointPins
 from rayzero.orchestrator.control.restore import RestoreSelector
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.facts import EventBus

@@ -11,6 +11,7 @@ from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.checkpoint_store import CheckpointStore
 from rayzero.orchestrator.control.calls import Calls, WorkerUnavailableError
 from rayzero.orchestrator.control.chaos import ClusterFaultInjector
+from rayzero.orchestrator.control.checkpoint_pins import CheckpointPins
 from rayzero.orchestrator.control.checkpoints import CheckpointWriter
 from rayzero.orchestrator.control.completion import JobCompletion
 from rayzero.orchestrator.control.dispatcher import MessageDispatcher
@@ -24,7 +25,6 @@ from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.control.newcomers import Newcomers
 from rayzero.orchestrator.control.node_health import NodeHealth
-from rayzero.orchestrator.control.pins import CheckpointPins
 from rayzero.orchestrator.control.reconfigure import MemberSelection, Reconfiguration, Rendezvous
 from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
 from rayzero.orchestrator.control.replacements import Replacements

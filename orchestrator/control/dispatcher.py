@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rayzero.orchestrator.control.checkpoint_pins import CheckpointPins
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.loop import JobLoop
 from rayzero.orchestrator.control.members import Members
-from rayzero.orchestrator.control.pins import CheckpointPins
 from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
 from rayzero.orchestrator.control.steps import StepReports
 from rayzero.orchestrator.control.weight_versions import WeightVersions

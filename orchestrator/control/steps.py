@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from rayzero.orchestrator.control.calls import Calls
 from rayzero.orchestrator.control.chaos import ClusterFaultInjector
+from rayzero.orchestrator.control.checkpoint_pins import CheckpointPins
 from rayzero.orchestrator.control.generation import GenerationState
 from rayzero.orchestrator.control.loop import JobLoop
 from rayzero.orchestrator.control.members import Members
-from rayzero.orchestrator.control.pins import CheckpointPins
 from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.control.weight_versions import WeightVersions
