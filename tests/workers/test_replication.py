@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from threading import Event, Lock
+from typing import Any
 
 import pytest
 
 from rayzero.engine.session import StepRequests
+from rayzero.orchestrator.cluster.node_links import NodeLink, WorkerMail
+from rayzero.orchestrator.errors import VaultLostError
 from rayzero.orchestrator.policies.recovery import StoredSlot, newest_complete_in_vaults
+from rayzero.workers.agent.link import AgentAddress, Attach
+from rayzero.workers.agent.node_agent import AgentServer
 from rayzero.workers.vault import replicas
+from rayzero.workers.vault.actor import VaultActor
+from rayzero.workers.vault.client import VaultClient
 from rayzero.workers.vault.records import NotReplicated, SlotGoneError, SlotRef, VaultGoneError
 from tests.workers.mirror_rig import EVERY, Rig, host_state
 from tests.workers.vault.support import VaultCluster, refs, steps_of, table, write
@@ -34,8 +43,8 @@ class Job:
         replicated: the newest step that a vote has shown to be on other nodes.
     """
 
-    def __init__(self, cluster: VaultCluster, nodes: str = "abc", generation: int = 1) -> None:
-        self.cluster, self.nodes, self.generation = cluster, nodes, generation
+    def __init__(self, cluster: VaultCluster, nodes: str = "abc", **policy: Any) -> None:
+        self.cluster, self.nodes = cluster, nodes
         self.replicated = 0
         self.rigs = []
         for rank, node in enumerate(nodes):
@@ -43,9 +52,8 @@ class Job:
                 Rig(
                     cluster,
                     host_state(),
-                    EVERY,
+                    replace(EVERY, **policy),
                     node=node,
-                    generation=generation,
                     rank=rank,
                     world_size=len(nodes),
                     replica_nodes=(nodes[(rank + 1) % len(nodes)],),
@@ -113,7 +121,68 @@ def test_every_step_is_replicated_in_constant_memory_while_copies_are_fast(
     assert [rig.posted for rig in job.rigs] == [[], [], []], "the controller hears by reports"
 
 
-@pytest.mark.parametrize("seed", range(8))
+def test_checkpoints_that_nobody_writes_do_not_stop_replicas(cluster: VaultCluster):
+    """Without a controller: their slots are given up once the next replicas need them."""
+    job, vaults = Job(cluster, checkpoint_every_steps=10), cluster.vaults
+
+    def steps(first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            job.step(step)
+            job.wait_copied()
+
+    steps(1, 19)
+    assert {job.step_without(node) for node in "abc"} == {11}, "10 waits for its checkpoint"
+    with vaults["a"]._registry.open_pinned(refs((1, 0, 10))[0]):
+        for vault in vaults.values():
+            vault._registry.give_up_checkpoints()
+        assert job.rigs[0].mirror._buffers[0].pinned, "it is being written"
+        assert not job.step(20).pin
+    usages = []
+    for first in range(21, 100):
+        for vault in vaults.values():
+            vault._registry.give_up_checkpoints()
+        steps(first, first)
+        usages.append(used(cluster))
+        assert min(job.step_without(node) for node in "abc") >= first - 1
+    assert usages[-1] == usages[5]
+    assert [[it.step for it in rig.posted] for rig in job.rigs] == [
+        [10, 21, *range(30, 100, 10)]
+    ] * 3
+    job.close()
+
+
+def test_vault_gives_checkpoints_up_only_while_no_controller_is_connected():
+    asyncio.run(_lose_controller())
+
+
+async def _lose_controller() -> None:
+    vault = VaultActor("job", "a")
+    client = VaultClient(vault.address(), 0)
+    agent = vault._agent = AgentServer("127.0.0.1", vault, lambda _: vault.poll(0.01))
+    address = AgentAddress("", "127.0.0.1", agent.port, agent.secret)
+    link = NodeLink(address, Attach(1, b"controller"), WorkerMail())
+    try:
+        await link.attached()
+        older = client.reserve(1, 0, 2, table())
+        write(older, 0, 4, pin=True)
+        newer = client.reserve(1, 0, 2, table())
+        write(newer, 0, 5, keep=True)
+        vault._registry.copied(*refs((1, 0, 5)), 64)
+        assert vault.poll(0.0) == []
+        assert older.pinned
+        link.end(VaultLostError("closed"))
+        async with asyncio.timeout(LIMIT_S):
+            while older.pinned:
+                await asyncio.sleep(0.01)
+        assert newer.pinned
+    finally:
+        link.end(VaultLostError("closed"))
+        agent.close()
+        client.close()
+        vault.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
 def test_a_lost_node_costs_no_step_that_was_replicated_whatever_the_copies_take(
     cluster: VaultCluster, job: Job, seed: int
 ):

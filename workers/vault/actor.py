@@ -92,6 +92,8 @@ class VaultActor(Vault):
 
     def poll(self, timeout_s: float) -> list[VaultEvent]:
         lost = super().poll(timeout_s)
+        if self._agent is not None and not self._agent.is_obeying:
+            self._registry.give_up_checkpoints()
         return [*lost, *(self._fired.popleft() for _ in range(len(self._fired)))]
 
     def inject(self, faults: Sequence[FaultSpec]) -> None:

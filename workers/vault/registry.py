@@ -232,6 +232,22 @@ class SlotRegistry:
                     write_pin(entry.buffer.fd, False)
             self._evict_before(max(generation, self._current_generation))
 
+    def give_up_checkpoints(self) -> None:
+        """There is no controller: unpins what a checkpoint needs and nobody writes, where a newer
+        version is on other nodes, whose successor needs its buffer."""
+        with self._lock:
+            pinned = [it for it in self._entries if read_pin(it.buffer.fd) and not it.readers]
+            held = self._complete_versions()  # after the pins: see `unpin`
+            newest = {
+                (version.generation, version.rank): version.step
+                for entry, version in sorted(held, key=lambda it: it[1].step)
+                if is_kept(entry.buffer.fd) and not is_to_copy(entry.buffer.fd)
+            }
+            for entry, version in held:
+                is_older = version.step < newest.get((version.generation, version.rank), 0)
+                if entry in pinned and is_older:
+                    write_pin(entry.buffer.fd, False)
+
     def bytes_to_copy(self, ref: SlotRef) -> int:
         """The size of that version; 0 if it is not here, or on all nodes that are to have it."""
         with self._lock:
