@@ -27,6 +27,7 @@ from rayzero.workers.authenticated import AuthenticatedServer
 from rayzero.workers.messages import (
     Heartbeat,
     Joined,
+    Prepared,
     Restored,
     StepReport,
     Stopped,
@@ -140,7 +141,8 @@ class _Cluster:
         self._members: list[_Worker] = []
         self._world_size = 0  # of the latest generation
         self._generation = 0
-        self._draining = self._injects_faults = False
+        self._draining = False
+        self._fault_s = 0.0  # between two; 0: there are none
         self._step = 0
         self._slots: dict[str, list[SlotInfo]] = {}
         self._frames = count(1)
@@ -156,9 +158,8 @@ class _Cluster:
         return tuple(worker.info for worker in self._workers)
 
     def _do_inject_faults(self, interval_s: float) -> None:
-        self._injects_faults = interval_s > 0
-        if self._injects_faults:
-            self._every(interval_s, self._inject_fault)
+        self._fault_s = interval_s
+        self._inject_fault_later()
 
     def _do_replace(self, worker: int) -> None:
         node = self._workers[worker].info.node_id
@@ -166,6 +167,10 @@ class _Cluster:
 
     def _do_kill(self, worker: int) -> None:
         self._workers[worker].alive = False
+
+    def _do_prepare(self, ranks: dict[int, int], generation: int) -> None:
+        for index, rank in ranks.items():
+            self._send(self._workers[index], Prepared(generation, rank))
 
     def _do_assign(self, ranks: dict[int, int], generation: int, world_size: int) -> None:
         if generation > self._generation:
@@ -187,7 +192,7 @@ class _Cluster:
         for worker in map(self._workers.__getitem__, workers):
             if worker.generation == generation and worker.alive:
                 worker.generation = 0
-                self._send(worker, Stopped(generation, worker.rank, None))
+                self._send(worker, Stopped(generation, worker.rank, stays=True))
 
     def _do_drain(self, workers: Sequence[int], generation: int) -> None:
         self._draining |= any(self._workers[i].generation == generation for i in workers)
@@ -225,12 +230,12 @@ class _Cluster:
             messages: list[WorkerMessage] = [report]
             if self._draining:
                 worker.generation = 0
-                messages.append(Stopped(generation, worker.rank, None))
+                messages.append(Stopped(generation, worker.rank, stays=True))
             self._send(worker, *messages)
         self._slots = dict(slots)
 
     def _inject_fault(self) -> None:
-        if not self._injects_faults:
+        if not self._fault_s:
             return
         if not self._is_complete():  # retry when the next generation is complete
             self._later(FAULT_RETRY_S, self._inject_fault)
@@ -239,6 +244,11 @@ class _Cluster:
         worker.alive = False
         lost = ConnectionLost(worker.info.index, worker.info.pid)
         self._send_event(worker.info.node_id, (lost, time.monotonic()))
+        self._inject_fault_later()
+
+    def _inject_fault_later(self) -> None:
+        """At any time of a step: with equal intervals all faults would be at the same one."""
+        self._later(self._fault_s * self._rng.uniform(0.5, 1.5), self._inject_fault)
 
     def _is_complete(self) -> bool:
         joined = all(m.alive and m.generation == self._generation for m in self._members)

@@ -97,6 +97,8 @@ class SimulatedGroup:
         self, spec: GenerationSpec, assignments: Mapping[int, RankAssignment]
     ) -> PendingReplies:
         ranks = {worker: assignment.rank for worker, assignment in assignments.items()}
+        if spec.is_ahead:
+            return self._broadcast("prepare", ranks, spec.generation)
         return self._broadcast("assign", ranks, spec.generation, spec.world_size)
 
     def subscribe(self, workers: Iterable[int]) -> None:

@@ -12,6 +12,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.util.placement_group import get_current_placement_group
 
 from rayzero.workers.agent.link import worker_socket
 from rayzero.workers.agent.message_sender import MessageSender
@@ -19,6 +20,7 @@ from rayzero.workers.lifetimes import WORKER_ASKS, OrphanWatch
 from rayzero.workers.messages import WorkerInfo, WorkerSpec
 from rayzero.workers.nccl_settings import use_interface
 from rayzero.workers.vault.process_end import enable_crash_report
+from rayzero.workers.worker_status import WorkerStatus
 
 if TYPE_CHECKING:
     from rayzero.workers.roles.process import RoleProcess
@@ -44,6 +46,7 @@ class WorkerActor:
         self._spec = spec
         self._index = index
         self._sender: MessageSender | None = None
+        self._info: WorkerInfo | None = None
         OrphanWatch(orphan_s, WORKER_ASKS)
 
     def _make_process(self, spec: WorkerSpec, index: int) -> WorkerProcess | RoleProcess:
@@ -63,7 +66,7 @@ class WorkerActor:
         if self._sender is None:
             address = worker_socket(self._spec.name, self._spec.run, node_id)
             self._sender = MessageSender(address, self._index, self._process.poll)
-        return WorkerInfo(
+        self._info = WorkerInfo(
             index=self._index,
             node_id=node_id,
             node=socket.gethostname(),
@@ -71,6 +74,18 @@ class WorkerActor:
             pid=os.getpid(),
             cores=len(os.sched_getaffinity(0)),
         )
+        return self._info
+
+    def status(self) -> WorkerStatus | None:
+        """See `WorkerStatus`; None before `describe` has returned."""
+        group = get_current_placement_group()
+        if self._info is None or group is None:
+            return None
+        return self._process.status(self._info, group.id.hex())
+
+    def members(self) -> tuple[WorkerInfo, ...]:
+        """The members of its newest generation, by rank."""
+        return self._process.members
 
     def wait_end(self) -> None:
         """Never returns: Ray fails the call, with the cause, when the process or its node ends."""

@@ -88,7 +88,7 @@ class WorkerWatch:
         self._batcher.close()
 
     def subscribe(self, workers: Iterable[int]) -> None:
-        for worker in workers:
+        for worker in {*workers} - self._subscribed:
             self._subscribed.add(worker)
             try:
                 self._batcher.add_call(self._wait_end(worker), partial(self._on_end, worker))

@@ -21,6 +21,7 @@ from rayzero.workers.agent.link import (
     Attach,
     Frame,
     FrameKind,
+    Hello,
     Link,
     WorkerFrame,
     read_frame,
@@ -113,6 +114,8 @@ class NodeLink:
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._events: list[Any] = []
         self._news = 0  # frames since the last `events`
+        self.hello = Hello(-1)
+        """The agent's, once it obeys."""
         self._is_attached = False
         self._error: Exception | None = None
         self._changed = ChangeNotifier()
@@ -190,6 +193,7 @@ class NodeLink:
             if hello.kind is FrameKind.FENCED:
                 self.end(taken_over_error(pickle.loads(hello.payload)))
                 return
+            self.hello = pickle.loads(hello.payload)
             self._link.open(writer.write, hello.acknowledged)
             self._is_attached = True
             self._changed.notify()

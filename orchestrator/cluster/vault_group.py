@@ -49,14 +49,19 @@ class _NodeVault:
     life: asyncio.Task[None] | None = None
     ended: bool = False
 
+    @property
+    def is_fenced(self) -> bool:
+        """Whether it obeys a later controller, whose it is."""
+        return self.link is not None and self.link.is_fenced
+
     def end(self, cause: str) -> None:
-        """Ends the stream and the process, unless that obeys a later controller."""
+        """Ends the stream and the process, unless it is fenced."""
         self.ended = True
         if self.life is not None:
             self.life.cancel()
+        if self.is_fenced:
+            return
         if self.link is not None:
-            if self.link.is_fenced:
-                return
             self.link.end(VaultLostError(cause))
         ray.kill(self.actor)  # it may live: Ray could not reach it for a while
 
@@ -83,8 +88,16 @@ class VaultGroup:
         self._vaults: dict[str, _NodeVault] = {}
         self.attached: tuple[str, ...] = ()
         """The nodes of the vaults that an earlier process has started."""
+        self.last_worker = -1
+        """The greatest index of the workers that these have heard of."""
         self._shared_peers: dict[str, Any] = {}
         self._health_limit_s: float | None = None
+        self._is_superseded = False
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether a later controller of the run has taken its processes over."""
+        return self._is_superseded or any(it.is_fenced for it in self._vaults.values())
 
     def check_nodes(self, limit_s: float) -> None:
         """Makes each vault that starts later begin with a check of its node."""
@@ -104,6 +117,10 @@ class VaultGroup:
             if not isinstance(reply, str):
                 self._remove(node, found, "it did not answer")
         self.attached = tuple(self._vaults)
+        links = (vault.link for vault in self._vaults.values())
+        self.last_worker = max(
+            (link.hello.last_worker for link in links if link is not None), default=-1
+        )
 
     def start(self, node_id: str) -> None:
         """Starts a vault on a node that has none, without waiting for it."""
@@ -191,15 +208,16 @@ class VaultGroup:
         vault = self._vaults.pop(node_id, None)
         if vault is not None:
             vault.end("it was closed")
-            await wait_gone([vault.actor.usage])
+            await wait_gone([vault.actor.usage] if not vault.is_fenced else [])
 
     async def release(self) -> None:
         """Ends all vaults. May be called at any time, repeatedly."""
         vaults = list(self._vaults.values())
         self._vaults, self._shared_peers = {}, {}
+        self._is_superseded = self._is_superseded or any(it.is_fenced for it in vaults)
         for vault in vaults:
             vault.end("it was closed")
-        await wait_gone(vault.actor.usage for vault in vaults)
+        await wait_gone(vault.actor.usage for vault in vaults if not vault.is_fenced)
 
     async def _of_link(self, node_id: str, request: Callable[[NodeLink], Awaitable[Any]]) -> Any:
         vault = self._vaults.get(node_id)

@@ -37,6 +37,7 @@ from rayzero.orchestrator.policies.placement import (
 from rayzero.workers.actor import WorkerActor
 from rayzero.workers.messages import GenerationSpec, RankAssignment, WorkerInfo, WorkerSpec
 from rayzero.workers.vault.vault import Vault
+from rayzero.workers.worker_status import WorkerStatus
 
 OnStartFailure: TypeAlias = Callable[[WorkerStartError], None]
 OnWaiting: TypeAlias = Callable[[str], None]
@@ -130,6 +131,19 @@ class WorkerGroup:
             worker.announced = True
         return tuple(worker.info for worker in started if worker.info is not None)
 
+    def adopt(self, workers: Iterable[tuple[WorkerStatus, Any]], groups: Iterable[str]) -> None:
+        """Owns the workers of an earlier process of the job, each with its actor, and all of its
+        placement groups, by id: instead of `start_workers`. Their messages are received from now
+        on."""
+        self._watch.subscribe(self._pool.adopt(workers, groups))
+
+    def resume(self, need: ResourceRequest) -> None:
+        """Starts workers in reservations without one, and requests missing reservations; after
+        `adopt`."""
+        self._resources = need
+        self._tasks.spawn(self._fill_reservations())
+        self._tasks.spawn(self._adjust(need.max_workers))
+
     async def next_worker(self) -> WorkerInfo:
         """The next worker that has started after the first ones: in a reservation that was granted
         later, or as a replacement. Waits without limit; can be cancelled. Raises WorkerStartError
@@ -141,8 +155,10 @@ class WorkerGroup:
                 return worker.info
 
     def replace(self, worker: int, delay_s: float, avoid_nodes: Sequence[str]) -> None:
-        """Starts a new worker, with an index of its own, in the reservation of a lost one."""
-        lost = self._pool.get(worker)
+        """Starts a new worker, with an index of its own, in the reservation of a lost one. One that
+        was lost before `adopt` is being replaced."""
+        if (lost := self._pool.find(worker)) is None:
+            return
         lost.reservation.avoid_nodes = frozenset(avoid_nodes)
         self._pool.free(lost, delay_s)
         self._free_reservation.set()
@@ -227,10 +243,12 @@ class WorkerGroup:
             self._free_reservation.set()
 
     async def release(self) -> None:
-        """Ends all workers and removes all reservations. May be called at any time, repeatedly."""
+        """Ends all workers and removes all reservations, unless they are a later controller's. May
+        be called at any time, repeatedly."""
         self._watch.close()
         await self._tasks.cancel_all()
-        await self._pool.remove_all()
+        if not self._vaults.is_superseded:
+            await self._pool.remove_all()
 
     def _call_actor(self, worker: int, method: str, *args: Any) -> Any:
         """The reference to the reply."""

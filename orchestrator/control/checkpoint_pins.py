@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from rayzero.orchestrator.control.loop import JobLoop
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.errors import VaultLostError
 from rayzero.orchestrator.policies.pinned_steps import PinnedStep, PinnedSteps
+from rayzero.orchestrator.policies.recovery import StoredSlot
 from rayzero.workers.messages import Pinned
 from rayzero.workers.vault.vault import Vault
 
@@ -36,6 +38,16 @@ class CheckpointPins:
         if pin is not None:
             self._in_progress += 1
             self._loop.spawn(self._process(pin))
+
+    def resume(self, held: Sequence[StoredSlot]) -> None:
+        """Writes the newest step that a lost controller's generation has pinned on all ranks;
+        older ones are released with it."""
+        generation = self._members.generation
+        pin = self._pins.resume(held, generation.number, generation.world_size)
+        if pin is not None:
+            self._in_progress += 1
+            self._loop.spawn(self._process(pin))
+        self._release()
 
     def on_step_finished(self, generation: int) -> None:
         """A step was finished by all ranks of a generation."""

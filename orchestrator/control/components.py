@@ -25,6 +25,7 @@ from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.control.newcomers import Newcomers
 from rayzero.orchestrator.control.node_health import NodeHealth
+from rayzero.orchestrator.control.reattachment import Reattachment
 from rayzero.orchestrator.control.reconfigure import MemberSelection, Reconfiguration, Rendezvous
 from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
 from rayzero.orchestrator.control.replacements import Replacements
@@ -123,7 +124,7 @@ class Components:
             calls,
             Balancer(enabled=recovery.balance == "auto"),
         )
-        self._build_inbox(deps, timer, steps, pins, versions, restore, patience_s)
+        self._build_inbox(plan, deps, timer, steps, pins, versions, restore, patience_s)
         self._build_generations(plan, deps, calls, timer, steps, restore)
         self._build_scaling(plan, deps, calls)
 
@@ -151,6 +152,7 @@ class Components:
 
     def _build_inbox(
         self,
+        plan: JobPlan,
         deps: Dependencies,
         timer: RecoveryTimer,
         steps: StepReports,
@@ -177,6 +179,20 @@ class Components:
         dispatch, on_lost = dispatcher.dispatch, failures.on_worker_lost
         self.inbox = WorkerInbox(loop, members, deps.workers, patience_s, dispatch, on_lost)
         self.vaults.on_stalled = self.inbox.on_stalled
+        self.reattachment = Reattachment(
+            plan,
+            loop,
+            members,
+            deps.events,
+            deps.workers,
+            steps,
+            failures,
+            self.vaults,
+            self.inbox,
+            dispatcher,
+            pins,
+            self.checkpoints,
+        )
 
     def _build_generations(
         self,

@@ -281,6 +281,7 @@ class Rendezvous:
             store_host=registry.info(store[0]).ip,
             store_port=store[1],
             restore=restore,
+            members=generation.workers,
             shares=shares,
             faults=self._injector.injected,
             survivors_stay=any(it.is_waiting for it in registry.calls_of(assignments)),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from rayzero.orchestrator.policies.recovery import StoredSlot
 from rayzero.workers.messages import Pinned
 from rayzero.workers.vault.records import SlotRef
 
@@ -40,10 +42,13 @@ class PinnedSteps:
         self._in_progress: set[tuple[int, int]] = set()
         self._limits: dict[int, int] = {}
         self._released: dict[int, int] = {}
+        self._resumed = (0, 0)
 
     def add_rank(self, message: Pinned, node_id: str, world_size: int) -> PinnedStep | None:
         """Returns the pinned step that this message completes, if any; it is then in progress."""
         generation, step = key = (message.generation, message.step)
+        if key <= self._resumed:
+            return None
         self._limits.setdefault(generation, -1)
         ranks = self._incomplete.setdefault(key, {})
         ranks[message.rank] = (message, node_id)
@@ -60,6 +65,37 @@ class PinnedSteps:
             stopped_s=max(message.stopped_s for message, _ in ranks.values()),
             rank_bytes=max(message.nbytes for message, _ in ranks.values()),
         )
+
+    def resume(
+        self, held: Iterable[StoredSlot], generation: int, world_size: int
+    ) -> PinnedStep | None:
+        """The newest step that all ranks of a lost controller's generation have pinned; it is then
+        in progress. Messages about it, and about older ones, may still come. Pins of which some
+        ranks have gone on without the others are released."""
+        newest: defaultdict[int, int] = defaultdict(int)
+        by_step: defaultdict[int, dict[int, StoredSlot]] = defaultdict(dict)
+        for stored in held:
+            slot = stored.slot
+            if slot.generation == generation and not slot.replica:
+                newest[slot.rank] = max(newest[slot.rank], slot.step)
+                if slot.pinned:
+                    by_step[slot.step][slot.rank] = stored
+        passed = min(newest.values(), default=0) if len(newest) == world_size else 0
+        whole = [step for step, ranks in by_step.items() if len(ranks) == world_size]
+        partial = [step for step in by_step if step <= passed and step not in whole]
+        self._limits[generation] = max(partial, default=-1)
+        if not whole:
+            return None
+        step = max(whole)
+        self._resumed = generation, step
+        self._in_progress.add((generation, step))
+        ranks = by_step[step]
+        slots = tuple(
+            SlotRef(generation, rank, step, stored.node_id)
+            for rank, stored in sorted(ranks.items())
+        )
+        largest = max(stored.slot.nbytes for stored in ranks.values())
+        return PinnedStep(generation, step, slots, 0.0, largest)
 
     def complete(self, pin: PinnedStep) -> None:
         """A pin is written, or given up."""

@@ -40,7 +40,9 @@ REASONS = {
         orchestrator.job.client: LOG_POLL_S
         orchestrator.job.stored_log: FOLLOW_POLL_S
         orchestrator.job.api: _RETRY_INTERVAL_S
-        orchestrator.job.actor: _SWITCH_INTERVAL_S _REPLY_FLUSH_S _START_POLL_S SUMMARY_RETRY_S
+        orchestrator.job.actor: _SWITCH_INTERVAL_S _REPLY_FLUSH_S _START_POLL_S
+        orchestrator.job.save_summary: SUMMARY_RETRY_S
+        orchestrator.cluster.leftovers: _ASK_PAUSE_S
         orchestrator.job.prestop: _POLL_S
         orchestrator.job.handle: LONG_POLL_S _RETRY_PAUSE_S
         orchestrator.job.lease: CLAIM_POLL_S

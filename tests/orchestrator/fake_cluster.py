@@ -32,6 +32,7 @@ from rayzero.orchestrator.errors import (
     WorkerLostError,
     WorkerStartError,
 )
+from rayzero.orchestrator.policies.attachment import newest_member
 from rayzero.orchestrator.policies.placement import ResourceRequest
 from rayzero.orchestrator.policies.recovery import CheckpointRef
 from rayzero.workers.chaos.spec import FaultSpec
@@ -60,6 +61,7 @@ from rayzero.workers.rollouts.ledger import RolloutLedger, RolloutPlan
 from rayzero.workers.stacks import Stacks
 from rayzero.workers.vault.health import HealthReport
 from rayzero.workers.vault.records import ConnectionLost, SlotInfo, SlotRef, VaultGoneError
+from rayzero.workers.worker_status import GenerationRecord, WorkerStatus
 
 WorkerOutput = list[WorkerMessage] | WorkerLostError
 
@@ -90,6 +92,7 @@ class FakeProcess:
     retired: bool = False  # it was ended after its function had left
     delayed: bool = False  # its output is held back in `backlog`
     backlog: list[WorkerOutput] = field(default_factory=list)
+    record: GenerationRecord = field(default_factory=GenerationRecord)
 
 
 @dataclass
@@ -176,7 +179,35 @@ class FakeCluster:
         self.joining.put_nowait(info)
         return info.index
 
+    def lose_controller(self) -> list[WorkerStatus]:
+        """Keep what the controller has not received for the next one, which asks the workers."""
+        for task in self.tasks:
+            task.cancel()
+        for process in self.processes.values():
+            process.subscribed = False
+        while not self.messages.empty():
+            worker, output = self.messages.get_nowait()
+            if isinstance(output, list):
+                self.processes[worker].unsent.append(output)
+        self.messages = asyncio.Queue()
+        self.joining = asyncio.Queue()
+        self.vaults.attached = tuple(self.vaults.by_node)
+        return [
+            process.record.status(process.info, "", process.drain or process.leaving)
+            for process in self.processes.values()
+            if process.alive
+        ]
+
+    def adopted_members(self, statuses: Sequence[WorkerStatus]) -> tuple[WorkerInfo, ...]:
+        newest = newest_member(statuses)
+        return () if newest is None else self.processes[newest.info.index].record.members
+
+    def resume(self, need: ResourceRequest) -> None:
+        self.resized.append((need.min_workers, need.max_workers))
+
     def send(self, worker: int, *messages: WorkerMessage) -> None:
+        for message in messages:
+            self.processes[worker].record.note(message)
         self._post(self.processes[worker], list(messages))
 
     def prepare(self, worker: int) -> None:
@@ -492,6 +523,7 @@ class FakeCluster:
             assert not process.in_loop, "two functions in a process"
             assert process.ahead is None
             process.ahead = assign
+            process.record.assign(assign)
             if self.prepares:
                 self.prepare(worker)
             return
@@ -503,6 +535,7 @@ class FakeCluster:
             if other.alive and other.assign is not None:
                 assert other.assign.generation == assign.generation, "two generations at once"
         self.assigned.append((worker, assign))
+        process.record.assign(assign)
         process.assign, process.ready, process.drain = assign, False, False
         process.leaving = False
         if self.auto:

@@ -69,14 +69,15 @@ class DurableHead:
         kill_trees([self._head.pid])
         self._head.wait(20)
 
-    def processes(self, *titles: str) -> list[str]:
-        """Titles of the cluster's processes that begin so, as the system sees them."""
-        found = []
+    def processes(self, *titles: str) -> set[int]:
+        """The cluster's processes whose titles begin so, as the system sees them."""
+        found = set()
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if process.environ().get(_MARK) == str(self._folder):
-                    found.append(" ".join(process.cmdline()))
-        return [title for title in found if title.startswith(titles)]
+                is_own = process.environ().get(_MARK) == str(self._folder)
+                if is_own and " ".join(process.cmdline()).startswith(titles):
+                    found.add(process.pid)
+        return found
 
     def close(self) -> None:
         kill_trees(process.pid for process in (self._head, self._node) if process is not None)

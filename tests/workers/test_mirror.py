@@ -139,7 +139,7 @@ def test_all_ranks_must_be_ready_for_pin(make: MakeRig):
     rig = make(replica_nodes=("b",))
     assert rig.mirror.step_requests(1).pin
     rig.steps(1, 2, NO_REQUESTS)  # but the other ranks were not
-    assert not any(slot.pinned for slot in rig.vault.inventory())
+    assert not any(entry.pinned for entry in rig.vault._registry._entries)
 
 
 def test_lost_vault_does_not_stop_training(make: MakeRig, caplog: pytest.LogCaptureFixture):

@@ -27,7 +27,7 @@ class FrameKind(IntEnum):
     """The comments say which end sends it, and its payload."""
 
     ATTACH = 1  # controller: Attach; the first frame of a connection
-    HELLO = 2  # agent: nothing; it obeys
+    HELLO = 2  # agent: Hello; it obeys. To a worker: nothing
     FENCED = 3  # agent: the epoch that it obeys; the connection ends
     CALL = 4  # controller: (call, method, arguments)
     REPLY = 5  # agent: (call, error or None, result)
@@ -71,6 +71,18 @@ class Attach:
 
     epoch: int
     controller: bytes
+
+
+@dataclass(frozen=True)
+class Hello:
+    """An agent's first words.
+
+    Args:
+        last_worker: the greatest index of the workers that it has heard of; -1: none. Of another
+            worker with the same index it would take the messages for old ones.
+    """
+
+    last_worker: int
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,11 @@ class LocalWorkers:
         self._due: asyncio.TimerHandle | None = None
         self._unconfirmed: deque[tuple[int, list[WorkerFrame]]] = deque()
 
+    @property
+    def last_index(self) -> int:
+        """The greatest of the workers heard of; -1: none."""
+        return max(self._workers, default=-1)
+
     async def serve(self, address: str) -> None:
         """Listens until it is cancelled. The process of an earlier agent may still have the
         address, while its memory is freed."""

@@ -17,7 +17,7 @@ from threading import Event, Thread
 from typing import Any
 
 from rayzero.engine.errors import RayzeroError
-from rayzero.workers.agent.link import Attach, FrameKind, Link, read_frame
+from rayzero.workers.agent.link import Attach, FrameKind, Hello, Link, read_frame
 from rayzero.workers.agent.local_workers import LocalWorkers
 from rayzero.workers.authenticated import AuthenticatedServer
 
@@ -126,7 +126,8 @@ class AgentServer(AuthenticatedServer):
             self._obeyed = attach
             self._link.restart(drop=FrameKind.REPLY)
         self._writer = writer
-        writer.write(self._link.encode(FrameKind.HELLO))
+        hello = Hello(self._workers.last_index)
+        writer.write(self._link.encode(FrameKind.HELLO, pickle.dumps(hello)))
         self._link.open(writer.write, first.acknowledged)
         self._workers.on_acknowledged(self._link.acknowledged)
         try:

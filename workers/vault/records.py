@@ -55,6 +55,7 @@ class SlotInfo(NamedTuple):
     step: int
     nbytes: int
     pinned: bool
+    """A checkpoint needs it."""
     replica: bool = False
     """Copied from another node's vault."""
 

@@ -174,7 +174,7 @@ class SlotRegistry:
                     version.world_size,
                     version.step,
                     version.data_bytes,
-                    entry.pinned,
+                    read_pin(entry.buffer.fd),
                     entry.owner is None,
                 )
                 for entry, version in self._complete_versions()

@@ -142,6 +142,24 @@ def test_pin_in_progress_is_never_released():
     assert list(pins.releasable()) == [(1, 8), (2, 9)]
 
 
+def test_another_controller_writes_the_newest_whole_pin_and_releases_what_ranks_have_passed():
+    def held(rank: int, step: int, pinned: bool = True) -> StoredSlot:
+        return StoredSlot(SlotInfo(3, rank, 2, step, 64, pinned), "ab"[rank])
+
+    pins = PinnedSteps()
+    assert pins.resume([held(0, 4), held(0, 9, False), held(1, 8, False)], 3, 2) is None
+    assert list(pins.releasable()) == [(3, 4)]
+    assert pins.resume([held(0, 10), held(1, 9, False)], 3, 2) is None, "rank 1 comes to it"
+    slots = [held(0, 10), held(1, 10), held(0, 12), held(1, 13, False)]
+    pin = pins.resume(slots, 3, 2)
+    assert pin is not None
+    assert pin.slots == refs(3, 10, "a", "b")
+    assert list(pins.releasable()) == [(3, 9)], "not what is being written"
+    assert pins.add_rank(Pinned(3, 0, 10, 0.1), "a", 2) is None
+    pins.complete(pin)
+    assert list(pins.releasable()) == [(3, 12)]
+
+
 def test_pins_of_older_generations_are_released():
     pins = PinnedSteps()
     pins.add_rank(Pinned(1, 0, 5, 0.1), "a", 2)  # the other rank died

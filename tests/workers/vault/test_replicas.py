@@ -61,7 +61,7 @@ def test_replica_equals_version(cluster: VaultCluster):
     vault = cluster.vault("b")
     assert vault.replicate(slots) > 2 * 64
     assert sorted(vault.inventory(), key=lambda slot: slot.rank) == [
-        SlotInfo(1, rank, 2, 4, 64, pinned=True, replica=True) for rank in (0, 1)
+        SlotInfo(1, rank, 2, 4, 64, pinned=False, replica=True) for rank in (0, 1)
     ]
     assert vault.usage()["replicas"] > 0
     cluster.vaults["a"].close()
