@@ -42,19 +42,24 @@ class StepRequests:
     engine: int = 0
     # Samples of the step that were left out. Agreed is the sum.
     bad_samples: int = 0
+    # Whether the newest step that ranks keep for other nodes is there. Agreed if all ranks' is.
+    copied: bool = False
+    # The bytes copied for it. Agreed is the sum.
+    copied_bytes: int = 0
 
     def to_scalars(self) -> list[float]:
         """Numbers that are summed over the ranks."""
         number = float(self.engine)
         numbers = [number, number**2] if self.engine else []
-        flags = [float(self.drain), float(self.pin), float(self.divide)]
-        return [*flags, self.mirror_interval, float(self.bad_samples), *numbers]
+        flags = map(float, (self.drain, self.pin, self.divide, self.copied))
+        amounts = self.mirror_interval, float(self.bad_samples), float(self.copied_bytes)
+        return [*flags, *amounts, *numbers]
 
     @classmethod
     def from_sums(cls, sums: Sequence[float], ranks: int) -> StepRequests:
         """The agreement of `ranks` ranks from their summed requests. Raises EngineError if they
         step different engines: only equal numbers have a variance of zero."""
-        drain, pin, divide, interval, bad, *numbers = sums
+        drain, pin, divide, copied, interval, bad, copied_bytes, *numbers = sums
         if numbers and numbers[1] * ranks != numbers[0] ** 2:
             raise EngineError(
                 "the ranks called step() of different engines at one time: nothing was changed",
@@ -63,8 +68,16 @@ class StepRequests:
                 fix="decide which engine steps by engine.global_steps, not by a count of the loop",
             )
         number = int(numbers[0] / ranks) if numbers else 0
-        all_divide = divide == ranks
-        return cls(drain > 0, pin == ranks, all_divide, interval / ranks, number, round(bad))
+        return cls(
+            drain > 0,
+            pin == ranks,
+            divide == ranks,
+            interval / ranks,
+            number,
+            round(bad),
+            copied == ranks,
+            round(copied_bytes),
+        )
 
 
 NO_REQUESTS = StepRequests()

@@ -66,7 +66,8 @@ BUILTIN_GAUGES = frozenset(
     (
         "step step_s samples step_samples step_tokens tokens_per_s lr grad_norm loss_scale mfu "
         "flops_per_s skipped skipped_steps bad_samples exposed_comm_s checkpoint_s replica_step "
-        "replica_bytes resident_bytes device_peak_bytes cpu_cores gpu_utilization"
+        "replica_bytes replicated_step replicated_bytes resident_bytes device_peak_bytes cpu_cores "
+        "gpu_utilization"
     ).split()
 )
 """Names that engines and workers report."""

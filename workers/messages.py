@@ -111,7 +111,6 @@ class GenerationSpec:
         restore: the state to start from; None: a fresh start.
         members: by rank, for a controller that has not formed it.
         shares: each rank's share of a step's samples, adding up to 1; empty: even shares.
-        remote: pin steps as often as possible, for replication to another node's vault.
         faults: all faults injected since the job started, in addition to `WorkerSpec.faults`.
         survivors_stay: some members' training functions continue in their loops, where new
             members meet them; else all members call theirs.
@@ -131,7 +130,6 @@ class GenerationSpec:
     restore: Restore | None = None
     members: tuple[WorkerInfo, ...] = ()
     shares: tuple[float, ...] = ()
-    remote: bool = False
     faults: tuple[FaultSpec, ...] = ()
     survivors_stay: bool = False
     notes: bytes = b""
@@ -144,13 +142,18 @@ class GenerationSpec:
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """The part of an `Assignment` for one worker: its rank, and the address of its node's vault,
-    empty without one."""
+    """The part of an `Assignment` for one worker.
+
+    Args:
+        vault: the address of its node's; empty without one.
+        replica_nodes: nodes whose vaults copy this rank's state, as often as possible.
+    """
 
     rank: int
     local_rank: int
     local_world_size: int
     vault: str
+    replica_nodes: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -366,16 +369,14 @@ class Crashed(RankMessage):
 
 @dataclass(frozen=True)
 class Pinned(RankMessage):
-    """This rank's state of a step is in its vault, pinned.
+    """This rank's state of a step is in its vault, pinned for a checkpoint.
 
     Args:
-        checkpoint: pinned for a checkpoint; otherwise for replication to other nodes.
         stopped_s: how long training was paused for the copy.
         nbytes: the size of the copy.
     """
 
     step: int
-    checkpoint: bool
     stopped_s: float
     nbytes: int = 0
 

@@ -7,6 +7,12 @@ version only after such a vote. Hence all ranks always have one step in common. 
 says how that holds where copies run concurrently with training. A first vote shows that all ranks
 have loaded the step that their generation starts from: the slot of an older one is then overwritten
 first.
+
+Of the steps that are kept for other nodes all ranks keep the same ones, because a vote decides: the
+newest one until a vote shows that all ranks' slots of it are on other nodes, and the one before it
+until then. So other nodes always have one step of all ranks.
+
+Rule of ordering: `pinned-stays` (docs/engine.md).
 """
 
 from __future__ import annotations
@@ -14,6 +20,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from time import perf_counter
 
 from rayzero.engine.layout.state_index import BlockIndex
@@ -66,6 +74,8 @@ class Mirror:
         """The newest step in the vault, or the one that this generation started from."""
         self.checkpointed_step = self.newest_step
         """The newest step pinned for a checkpoint, or the one that this generation started from."""
+        self._replicated: tuple[int, int] | None = None
+        """The newest step that other nodes have, of all ranks, and the bytes copied for it."""
         self.stopped_s = 0.0
         """How long training was paused after the last step."""
         self.lacks_version = policy.version_every_steps is not None and not (
@@ -93,7 +103,11 @@ class Mirror:
         held = float(sum(len(buffer.data) for buffer in self._buffers))
         if self._vault is None or not held:
             return {}
-        return {"replica_step": float(self.newest_step), "replica_bytes": held}
+        gauges = {"replica_step": float(self.newest_step), "replica_bytes": held}
+        if self._replicated is not None:
+            names = "replicated_step", "replicated_bytes"
+            gauges |= zip(names, map(float, self._replicated), strict=True)
+        return gauges
 
     def copies(self) -> dict[int, SlotWriter]:
         """The complete copies, by step. They can be read when the vault is lost, too. By any
@@ -103,10 +117,17 @@ class Mirror:
     def step_requests(self, step: int) -> StepRequests:
         """This rank's requests for the vote of `step`. Returns when the step before is settled."""
         self.settle()
-        pin_due = self._assignment.remote or self._checkpoint_due(step)
-        pinned = sum(buffer.pinned for buffer in self._buffers)
+        pin_due = bool(self._assignment.replica_nodes) or self._checkpoint_due(step)
+        kept = self._kept_buffers()
+        copied_bytes = kept[-1].copied_bytes if kept else 0
+        # If not all ranks agree that it is copied, they don't agree on a pin either that counts on
+        # it: they keep the same steps.
+        let_go = kept[:-1] if copied_bytes else []
+        pinned = sum(it.awaits_checkpoint if it in let_go else it.pinned for it in self._buffers)
         has_free_buffer = self._max_buffers - pinned > self._rotating_buffers
         return StepRequests(
+            copied=copied_bytes > 0,
+            copied_bytes=copied_bytes,
             pin=self._vault is not None and pin_due and has_free_buffer,
             mirror_interval=self._limit(
                 self._policy.every_steps or self._copier.cost.interval_steps
@@ -137,6 +158,8 @@ class Mirror:
         self._interval_steps = smooth(self._interval_steps, agreed.mirror_interval)
         copier.cost.step_finished(self._last_mirror)
         self._last_mirror = False
+        if agreed.copied:
+            self._let_go(agreed.copied_bytes)
         if self._vault is not None and (agreed.pin or agreed.drain or self._mirror_due(step)):
             self._write_mirror(self._vault, step, agreed.pin, state)
         else:
@@ -186,12 +209,11 @@ class Mirror:
         if not is_new:
             copier.cost.mirror_finished(stopped_s)
         self.newest_step = step  # for the report, which is posted once it is complete
-        if pin:
-            checkpoint = self._checkpoint_due(step)
-            self.checkpointed_step = step if checkpoint else self.checkpointed_step
+        if pin and self._checkpoint_due(step):
+            self.checkpointed_step = step
             generation, rank = self._assignment.generation, self._assignment.rank
             nbytes = max(len(buffer.data) for buffer in self._buffers)
-            copier.post(Pinned(generation, rank, step, checkpoint, stopped_s, nbytes))
+            copier.post(Pinned(generation, rank, step, stopped_s, nbytes))
 
     def _announce(self, vault: VaultClient, *, voted: bool) -> None:
         """Tells the vault what the last vote has shown, if there was one, before the first three
@@ -201,6 +223,8 @@ class Mirror:
             vault.announce_loaded(generation, restore.step)
         elif self._announced == 1:  # all ranks have a mirror: no older generation is needed
             vault.announce_complete(generation)
+            if not self._assignment.replica_nodes:
+                vault.announce_replicated(generation, 0)
         elif self._announced == 2:
             vault.release_spares(self._buffers)
         self._announced += 1
@@ -232,8 +256,35 @@ class Mirror:
         constants = buffer.constants_version != state.constants_version
         buffer.constants_version = state.constants_version
         metadata = state.capture_metadata()
-        self._copier.write(SlotWrite(buffer, block, constants, step, metadata, pin), state)
+        keep = pin and bool(assignment.replica_nodes)
+        order = partial(self._order_copies, vault, step) if keep else _nothing
+        for_checkpoint = pin and self._checkpoint_due(step)
+        write = SlotWrite(buffer, block, constants, step, metadata, for_checkpoint, keep, order)
+        self._copier.write(write, state)
         return is_new
+
+    def _order_copies(self, vault: VaultClient, step: int) -> None:
+        assignment = self._assignment
+        with suppress(VaultGoneError):  # the next reservation notices
+            nodes = assignment.replica_nodes
+            vault.replicate(assignment.generation, assignment.rank, step, nodes)
+
+    def _kept_buffers(self) -> list[SlotWriter]:
+        """Those of the steps that are kept for other nodes, oldest first."""
+        kept = [buffer for buffer in self._buffers if buffer.is_kept]
+        return sorted(kept, key=lambda buffer: buffer.step)
+
+    def _let_go(self, nbytes: int) -> None:
+        """A vote has shown that other nodes have the newest kept step of all ranks."""
+        *older, newest = self._kept_buffers()
+        if self._replicated is not None and newest.step == self._replicated[0]:
+            return
+        self._replicated = newest.step, nbytes
+        for buffer in older:
+            buffer.let_go()
+        if self._vault is not None:
+            with suppress(VaultGoneError):
+                self._vault.announce_replicated(self._assignment.generation, newest.step)
 
     def _oldest_unpinned(self, index: BlockIndex) -> SlotWriter | None:
         """The buffer of the oldest unpinned version; None while there are too few. One of a state
@@ -251,5 +302,10 @@ class Mirror:
 
     @property
     def _max_buffers(self) -> int:
-        pinnable = 2 if self._assignment.remote else self._policy.checkpoint_every_steps is not None
+        checkpoints = self._policy.checkpoint_every_steps is not None
+        pinnable = 2 if self._assignment.replica_nodes else checkpoints
         return self._rotating_buffers + pinnable
+
+
+def _nothing() -> None:
+    pass

@@ -12,7 +12,8 @@ there, where T is the training thread, C its stream, M the copies' own stream, a
    the next ones are copied.
 4. When an event is reached H looks at the interrupt. It is set before collectives are aborted, so
    if it is not set, no abort has released what the copies waited for, and they are genuine.
-5. H commits the version, then posts the messages of the step: `Pinned`, the report.
+5. H commits the version, then orders its copies on other nodes, then posts the messages of the
+   step: `Pinned`, the report.
 6. T waits for H in `settle`, before it enters vote k + 1. C waits for M's last event before update
    k + 1, or another write of the state (`TrainingState.before_write`).
 
@@ -71,8 +72,14 @@ _SLOWEST_BYTES_PER_S = 0.5e9
 
 @dataclass(frozen=True)
 class SlotWrite:
-    """One mirror. `constants`: the slot does not have those of the state yet; `metadata` encodes
-    that of `step`."""
+    """One mirror.
+
+    Args:
+        constants: the slot does not have those of the state yet.
+        metadata: encodes that of `step`.
+        pin, keep: as of `SlotWriter.commit`.
+        on_commit: called once the slot is committed.
+    """
 
     slot: SlotWriter
     block: StateBlock
@@ -80,6 +87,8 @@ class SlotWrite:
     step: int
     metadata: Callable[[], bytes]
     pin: bool
+    keep: bool
+    on_commit: Callable[[], None]
 
 
 @dataclass
@@ -291,7 +300,9 @@ class StateCopier:
             *constants, weights, rest = combined
             if write.constants:
                 [write.slot.constants_checksum] = constants
-            write.slot.commit(write.step, metadata, write.pin, SlotChecksums(weights, rest))
+            parts_sums = SlotChecksums(weights, rest)
+            write.slot.commit(write.step, metadata, write.pin, parts_sums, write.keep)
+            write.on_commit()
         with job.lock:
             job.genuine = True
             for message in job.messages:

@@ -27,20 +27,11 @@ from rayzero.orchestrator.policies.pinned_steps import PinnedStep
 from rayzero.orchestrator.policies.recovery import CheckpointRef
 from rayzero.orchestrator.progress import JobProgress
 from rayzero.workers.vault.records import Restore, SlotRef
+from rayzero.workers.vault.replicas import transfer_limit_s
 from rayzero.workers.vault.vault import Vault
 
 if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
     from rayzero.orchestrator.cluster.vault_group import VaultGroup
-
-TRANSFER_GRACE_S = 600.0
-SLOWEST_TRANSFER_BYTES_PER_S = 10e6
-"""A store or a network that is slower has failed."""
-
-
-def transfer_limit_s(nbytes: int) -> float:
-    """How long a vault may take to write or copy that much."""
-    return TRANSFER_GRACE_S + nbytes / SLOWEST_TRANSFER_BYTES_PER_S
-
 
 WRITE_RETRY_BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Wait before each further attempt; after the last one the checkpoint is abandoned."""
@@ -196,7 +187,7 @@ class CheckpointWriter:
     ) -> None:
         """Writes the state in these slots as a checkpoint, with retries while the store fails."""
         generation, slots = restore.slots[0].generation, restore.slots
-        pin = PinnedStep(generation, restore.step, slots, True, 0.0, self._rank_bytes)
+        pin = PinnedStep(generation, restore.step, slots, 0.0, self._rank_bytes)
         await self.write(pin, retry_backoff_s)
 
     async def write_final(self, restore: Restore, limit_s: float) -> None:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator import machine
+from rayzero.orchestrator.control.checkpoint_pins import CheckpointPins
 from rayzero.orchestrator.control.checkpoints import CheckpointWriter
 from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
-from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.restore import RestoreSelector
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.facts import EventBus
@@ -37,7 +37,7 @@ class JobCompletion:
     _members: Members
     _events: EventBus
     _progress: JobProgress
-    _replication: Replication
+    _pins: CheckpointPins
     _checkpoints: CheckpointWriter
     _restore: RestoreSelector
     _last: LastRun | None
@@ -79,7 +79,7 @@ class JobCompletion:
         generation = self._members.generation
         if (last := self._due_step()) is not None:
             self._checkpoints.expect(last)
-        await self._replication.wait_idle()
+        await self._pins.wait_idle()
         # A function that returns at once may be faster than the report that all ranks have joined.
         forming = (State.STARTING, State.RECOVERING)
         await self._loop.wait_until(

@@ -11,6 +11,7 @@ from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.checkpoint_store import CheckpointStore
 from rayzero.orchestrator.control.calls import Calls, WorkerUnavailableError
 from rayzero.orchestrator.control.chaos import ClusterFaultInjector
+from rayzero.orchestrator.control.checkpoint_pins import CheckpointPins
 from rayzero.orchestrator.control.checkpoints import CheckpointWriter
 from rayzero.orchestrator.control.completion import JobCompletion
 from rayzero.orchestrator.control.dispatcher import MessageDispatcher
@@ -28,7 +29,6 @@ from rayzero.orchestrator.control.reattachment import Reattachment
 from rayzero.orchestrator.control.reconfigure import MemberSelection, Reconfiguration, Rendezvous
 from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
 from rayzero.orchestrator.control.replacements import Replacements
-from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.restore import RestoreSelector
 from rayzero.orchestrator.control.role_worker import RoleViews
 from rayzero.orchestrator.control.roles import RolePools
@@ -102,17 +102,14 @@ class Components:
         checkpoints = self.checkpoints = CheckpointWriter(
             plan, loop, groups, deps.checkpoint_store, events, progress, committed
         )
-        every = plan.worker_spec.mirror.checkpoint_every_steps or 0
-        replication = Replication(
-            recovery.replicas, loop, members, calls, events, checkpoints, every
-        )
+        pins = CheckpointPins(loop, members, calls, checkpoints)
         restore = RestoreSelector(
             members, calls, events, progress, timer, patience_s, failures, vaults, checkpoints
         )
         # About another checkpoint than its own the last run says nothing.
         past = last if plan.spec.checkpoint.resume == "auto" else None
         self.completion = JobCompletion(
-            plan, loop, machine, members, events, progress, replication, checkpoints, restore, past
+            plan, loop, machine, members, events, progress, pins, checkpoints, restore, past
         )
         steps = StepReports(
             loop,
@@ -120,14 +117,14 @@ class Components:
             events,
             progress,
             timer,
-            replication,
+            pins,
             vaults,
             versions,
             injector,
             calls,
             Balancer(enabled=recovery.balance == "auto"),
         )
-        self._build_inbox(plan, deps, timer, steps, replication, versions, restore, patience_s)
+        self._build_inbox(plan, deps, timer, steps, pins, versions, restore, patience_s)
         self._build_generations(plan, deps, calls, timer, steps, restore)
         self._build_scaling(plan, deps, calls)
 
@@ -159,7 +156,7 @@ class Components:
         deps: Dependencies,
         timer: RecoveryTimer,
         steps: StepReports,
-        replication: Replication,
+        pins: CheckpointPins,
         versions: WeightVersions,
         restore: RestoreSelector,
         patience_s: float,
@@ -174,7 +171,7 @@ class Components:
             timer,
             steps,
             failures,
-            replication,
+            pins,
             versions,
             restore.rewind,
             self.completion.begin,
@@ -193,7 +190,7 @@ class Components:
             self.vaults,
             self.inbox,
             dispatcher,
-            replication,
+            pins,
             self.checkpoints,
         )
 

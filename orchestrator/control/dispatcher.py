@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rayzero.orchestrator.control.checkpoint_pins import CheckpointPins
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.loop import JobLoop
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
-from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.steps import StepReports
 from rayzero.orchestrator.control.weight_versions import WeightVersions
 from rayzero.orchestrator.facts import EventBus
@@ -48,7 +48,7 @@ class MessageDispatcher:
     _timer: RecoveryTimer
     _steps: StepReports
     _failures: FailureHandler
-    _replication: Replication
+    _pins: CheckpointPins
     _versions: WeightVersions
     _rewind: Callable[[int], int]
     _on_all_finished: Callable[[], None]
@@ -64,7 +64,7 @@ class MessageDispatcher:
             Finished: self._on_left,
             Stopped: self._on_left,
             Crashed: self._on_crashed,
-            Pinned: self._replication.on_pinned,
+            Pinned: self._pins.on_pinned,
             Mirrored: self._versions.on_mirrored,
             WentBack: self._on_went_back,
             StepDivided: self._on_step_divided,

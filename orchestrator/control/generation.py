@@ -83,10 +83,6 @@ class GenerationState(ObservedState):
         members = {worker.index: worker for worker in self.selection.members}
         return tuple(map(members.__getitem__, self.assignments))
 
-    @cached_property
-    def multi_node(self) -> bool:
-        return len({worker.node_id for worker in self.workers}) > 1
-
     @property
     def all_joined(self) -> bool:
         return len(self.joined) == self.world_size > 0

@@ -36,12 +36,8 @@ class Members(ObservedState):
         """The nodes that need a vault: those of ready workers, and of the roles'."""
         return self.role_nodes.union(self.registry.nodes)
 
-    @property
-    def replicates(self) -> bool:
-        """Whether this generation's steps are replicated to other nodes' vaults."""
-        return self._replicas > 0 and self.generation.multi_node
-
     def assign(self, selection: Selected) -> dict[int, RankAssignment]:
         """The ranks of selected workers in the next generation, by worker, in their order."""
         nodes = [worker.node_id for worker in self.generation.workers]
-        return assign_ranks(selection.members, self.vault_addresses, self.registry.calls, nodes)
+        calls, addresses = self.registry.calls, self.vault_addresses
+        return assign_ranks(selection.members, addresses, calls, nodes, self._replicas)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from rayzero.orchestrator.control.checkpoint_pins import CheckpointPins
 from rayzero.orchestrator.control.checkpoints import CheckpointWriter
 from rayzero.orchestrator.control.dispatcher import MessageDispatcher
 from rayzero.orchestrator.control.failures import FailureHandler
@@ -12,7 +13,6 @@ from rayzero.orchestrator.control.generation import GenerationState
 from rayzero.orchestrator.control.inbox import WorkerInbox
 from rayzero.orchestrator.control.loop import JobLoop
 from rayzero.orchestrator.control.members import Members
-from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.steps import StepReports
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.facts import EventBus
@@ -39,7 +39,7 @@ class Reattachment:
     _vaults: VaultManager
     _inbox: WorkerInbox
     _dispatcher: MessageDispatcher
-    _replication: Replication
+    _pins: CheckpointPins
     _checkpoints: CheckpointWriter
 
     def begin(self, found: Attachment, offline_s: float) -> None:
@@ -87,7 +87,7 @@ class Reattachment:
         need = replace(self._plan.resources, min_workers=limits.min, max_workers=most)
         self._workers.resume(need)
         self._loop.spawn(self._checkpoints.find_newest())
-        self._replication.resume(held)
+        self._pins.resume(held)
         generation = self._members.generation
         if not (found.is_whole or generation.fenced):
             self._failures.renew("controller")

@@ -280,7 +280,6 @@ class Rendezvous:
             restore=restore,
             members=generation.workers,
             shares=shares,
-            remote=members.replicates,
             faults=self._injector.injected,
             survivors_stay=any(it.is_waiting for it in registry.calls_of(assignments)),
             notes=notes,

@@ -6,14 +6,15 @@ from dataclasses import dataclass, field
 
 from rayzero.orchestrator.control.calls import Calls
 from rayzero.orchestrator.control.chaos import ClusterFaultInjector
+from rayzero.orchestrator.control.checkpoint_pins import CheckpointPins
 from rayzero.orchestrator.control.generation import GenerationState
 from rayzero.orchestrator.control.loop import JobLoop
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
-from rayzero.orchestrator.control.replication import Replication
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.control.weight_versions import WeightVersions
 from rayzero.orchestrator.facts import EventBus
+from rayzero.orchestrator.job_events import StepReplicated
 from rayzero.orchestrator.policies.balance import Balancer, describe_shares
 from rayzero.orchestrator.policies.stragglers import SpeedTracker
 from rayzero.orchestrator.policies.usefulness import EqualLosses
@@ -32,7 +33,7 @@ class StepReports:
     _events: EventBus
     _progress: JobProgress
     _timer: RecoveryTimer
-    _replication: Replication
+    _pins: CheckpointPins
     _vaults: VaultManager
     _versions: WeightVersions
     _injector: ClusterFaultInjector
@@ -40,6 +41,8 @@ class StepReports:
     _balancer: Balancer
     _speeds: SpeedTracker = field(default_factory=SpeedTracker)
     _equal_losses: EqualLosses = field(default_factory=EqualLosses)
+    _replicated: tuple[int, int] = (0, 0)
+    """The generation and the newest step that other nodes have."""
 
     def start_generation(self, generation: GenerationState) -> tuple[float, ...]:
         """A generation begins. Returns its ranks' shares of a step."""
@@ -71,6 +74,7 @@ class StepReports:
     def on_report(self, worker: int, report: StepReport) -> None:
         if report.generation == self._members.generation.number:
             self._members.generation.advance_to(report.step + 1)
+            self._note_replicated(report)
             self._events.emit(report)
             samples = int(report.gauges.get("step_samples", 0))
             share = self._balancer.relative_share(report.rank, samples)
@@ -83,11 +87,18 @@ class StepReports:
             self._events.emit(record)
             self._on_step_finished(record)
 
+    def _note_replicated(self, report: StepReport) -> None:
+        """The ranks have agreed that other nodes have a step, of all of them."""
+        step = int(report.gauges.get("replicated_step", 0))
+        if step and (report.generation, step) > self._replicated:
+            self._replicated = report.generation, step
+            self._events.emit(StepReplicated(step, int(report.gauges["replicated_bytes"])))
+
     def _on_step_finished(self, record: StepRecord) -> None:
         self._loop.changed.notify()  # JobProgress
         if recovery := self._timer.completed(record.step_s, record.world_size):
             self._events.emit(recovery)
-        self._replication.on_step_finished(record.generation)
+        self._pins.on_step_finished(record.generation)
         self._vaults.on_step_finished()
         self._versions.on_step_finished(record)
         self._injector.on_step_finished(record.step)

@@ -17,7 +17,7 @@ from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.policies.recovery import StoredSlot, newest_complete_in_vaults
 from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.vault.process_end import ProcessEnd
-from rayzero.workers.vault.records import ProcessStalled
+from rayzero.workers.vault.records import NotReplicated, ProcessStalled
 from rayzero.workers.vault.vault import Vault
 
 if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
@@ -169,6 +169,9 @@ class VaultManager:
             for event in events:
                 if isinstance(event, FaultFired):
                     self._events.emit(event)
+                elif isinstance(event, NotReplicated):
+                    text = f"step {event.step} is not replicated to other nodes yet: "
+                    self._events.warn(text + event.problem)
                 elif isinstance(event, ProcessStalled):
                     self.on_stalled(event)
                 elif self._members.registry.owns_process(event.worker, event.pid):

@@ -1,4 +1,4 @@
-"""Steps that the vaults keep: which are complete, and which may be released."""
+"""Steps that the vaults keep for checkpoints: which are complete, and which may be released."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class PinnedStep:
 
     Args:
         slots: one per rank, by rank.
-        checkpoint: whether it becomes a checkpoint.
         stopped_s: how long training was blocked for it, on the slowest rank.
         rank_bytes: the size of the largest slot, as far as it is known.
     """
@@ -27,7 +26,6 @@ class PinnedStep:
     generation: int
     step: int
     slots: tuple[SlotRef, ...]
-    checkpoint: bool
     stopped_s: float
     rank_bytes: int = 0
 
@@ -35,9 +33,7 @@ class PinnedStep:
 class PinnedSteps:
     """Which steps are pinned in the vaults, and up to which they may be released. Pure.
 
-    A step that is being processed is never released. A replicated one is kept until a newer one is
-    replicated: otherwise, for a while, no redundancy level would hold a complete step. One that
-    only became a checkpoint is released at once, because the vaults hold newer steps anyway.
+    A step is never released while it is written.
     """
 
     def __init__(self) -> None:
@@ -66,7 +62,6 @@ class PinnedSteps:
             tuple(
                 SlotRef(generation, rank, step, node) for rank, (_, node) in sorted(ranks.items())
             ),
-            checkpoint=any(message.checkpoint for message, _ in ranks.values()),
             stopped_s=max(message.stopped_s for message, _ in ranks.values()),
             rank_bytes=max(message.nbytes for message, _ in ranks.values()),
         )
@@ -75,18 +70,24 @@ class PinnedSteps:
         self, held: Iterable[StoredSlot], generation: int, world_size: int
     ) -> PinnedStep | None:
         """The newest step that all ranks of a lost controller's generation have pinned; it is then
-        in progress. Messages about it, and about older ones, may still come."""
+        in progress. Messages about it, and about older ones, may still come. Pins of which some
+        ranks have gone on without the others are released."""
+        newest: defaultdict[int, int] = defaultdict(int)
         by_step: defaultdict[int, dict[int, StoredSlot]] = defaultdict(dict)
         for stored in held:
             slot = stored.slot
-            if slot.generation == generation and slot.pinned and not slot.replica:
-                by_step[slot.step][slot.rank] = stored
+            if slot.generation == generation and not slot.replica:
+                newest[slot.rank] = max(newest[slot.rank], slot.step)
+                if slot.pinned:
+                    by_step[slot.step][slot.rank] = stored
+        passed = min(newest.values(), default=0) if len(newest) == world_size else 0
         whole = [step for step, ranks in by_step.items() if len(ranks) == world_size]
+        partial = [step for step in by_step if step <= passed and step not in whole]
+        self._limits[generation] = max(partial, default=-1)
         if not whole:
             return None
         step = max(whole)
         self._resumed = generation, step
-        self._limits.setdefault(generation, -1)
         self._in_progress.add((generation, step))
         ranks = by_step[step]
         slots = tuple(
@@ -94,19 +95,12 @@ class PinnedSteps:
             for rank, stored in sorted(ranks.items())
         )
         largest = max(stored.slot.nbytes for stored in ranks.values())
-        return PinnedStep(generation, step, slots, False, 0.0, largest)
+        return PinnedStep(generation, step, slots, 0.0, largest)
 
-    def complete(self, pin: PinnedStep, *, hold: bool) -> None:
-        """A pin is processed. `hold`: it is now complete on every redundancy level."""
+    def complete(self, pin: PinnedStep) -> None:
+        """A pin is written, or given up."""
         self._in_progress.discard((pin.generation, pin.step))
-        limit = self._limits.get(pin.generation, -1)
-        self._limits[pin.generation] = max(limit, pin.step - hold)
-        if hold:
-            self.release_older(pin.generation)
-
-    def copy_failed(self, pin: PinnedStep) -> None:
-        """A pin was not replicated completely: it is kept until a newer one is."""
-        self._in_progress.discard((pin.generation, pin.step))
+        self._limits[pin.generation] = max(self._limits.get(pin.generation, -1), pin.step)
 
     def releasable(self) -> Iterator[tuple[int, int]]:
         """Yields (generation, step): all pins up to both may be released. Each is yielded once."""

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import chain, count
+from itertools import chain, count, cycle, islice
 from math import floor
 
 from rayzero.orchestrator.errors import JobFailedError
@@ -188,6 +188,7 @@ def assign_ranks(
     vaults: Mapping[str, str],
     calls: Mapping[int, FunctionCall] | None = None,
     nodes: Sequence[str] = (),
+    replicas: int = 0,
 ) -> dict[int, RankAssignment]:
     """Returns the ranks by worker, in their order.
 
@@ -201,6 +202,8 @@ def assign_ranks(
         vaults: addresses by node.
         calls: by worker; each rank once.
         nodes: by rank, the nodes of the previous generation.
+        replicas: of each rank's state: on so many of the next nodes of the ring, which is in rank
+            order, or on all others.
     """
     entered = {worker: call.rank for worker, call in (calls or {}).items()}
     world_size = len(workers)
@@ -220,12 +223,19 @@ def assign_ranks(
     by_rank = [placed[rank] if rank in placed else next(rest) for rank in range(world_size)]
     local_sizes = Counter(worker.node_id for worker in workers)
     local_ranks = {node: count() for node in local_sizes}
+    ring = list(dict.fromkeys(worker.node_id for worker in by_rank))
+    copies = min(replicas, len(ring) - 1)
+    targets = {
+        node: tuple(islice(cycle(ring), position, position + copies))
+        for position, node in enumerate(ring, start=1)
+    }
     return {
         worker.index: RankAssignment(
             rank,
             next(local_ranks[worker.node_id]),
             local_sizes[worker.node_id],
             vaults.get(worker.node_id, ""),
+            replica_nodes=targets[worker.node_id],
         )
         for rank, worker in enumerate(by_rank)
     }

@@ -1,4 +1,4 @@
-"""Recovery policy: the step a generation resumes from, and the nodes that replicate each slot."""
+"""Recovery policy: the step a generation resumes from."""
 
 from __future__ import annotations
 
@@ -118,20 +118,3 @@ def newest_complete_in_vaults(
 
 def slot_refs(held: Sequence[StoredSlot]) -> tuple[SlotRef, ...]:
     return tuple(SlotRef(slot.generation, slot.rank, slot.step, node_id) for slot, node_id in held)
-
-
-def replica_targets(slots: Sequence[SlotRef], replicas: int) -> dict[str, list[SlotRef]]:
-    """The slots each node copies from others: a node's slots go to the next `replicas` nodes of
-    the ring, which is in rank order. Empty if there is only one node.
-
-    Args:
-        slots: originals, by rank.
-    """
-    ring = list(dict.fromkeys(slot.node_id for slot in slots))
-    positions = {node: position for position, node in enumerate(ring)}
-    targets: defaultdict[str, list[SlotRef]] = defaultdict(list)
-    for slot in slots:
-        position = positions[slot.node_id]
-        for offset in range(1, min(replicas, len(ring) - 1) + 1):
-            targets[ring[(position + offset) % len(ring)]].append(slot)
-    return dict(targets)

@@ -56,7 +56,7 @@ REASONS = {
         orchestrator.console: STEP_INTERVAL_S
         orchestrator.background_writer: RETRY_DELAYS_S _CLOSING_RETRY_S
         orchestrator.control.vaults: BEAT_WAIT_S REOPEN_BACKOFF_S CLOSE_UNUSED_AFTER_S
-        orchestrator.control.replication: RETRY_BACKOFF_S
+        workers.vault.replicas: RETRY_BACKOFF_S
         orchestrator.control.inbox: DISPATCH_SLICE_S
         orchestrator.control.generation: FLUSH_SLICE_S
         orchestrator.control.hang_detector: CHECK_INTERVAL_S LOOK_AGAIN_S REPORT_AFTER_S
@@ -157,7 +157,7 @@ REASONS = {
         workers.vault.actor: _FETCH_TIMEOUT_S
         orchestrator.job.handle: STOP_MARGIN_S
         orchestrator.control.inbox: SILENCE_GRACE_S
-        orchestrator.control.checkpoints: TRANSFER_GRACE_S
+        workers.vault.replicas: TRANSFER_GRACE_S
         orchestrator.control.calls: LEAST_REPLY_LIMIT_S
         orchestrator.plan: DISK_MARGIN_S
     """,

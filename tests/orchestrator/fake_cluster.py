@@ -150,6 +150,7 @@ class FakeCluster:
         self.may_start = asyncio.Event()
         self.may_start.set()
         self.releases = 0
+        self.replicated: tuple[int, int] = (0, 0)  # generation and step
         self.committed = 0  # the newest step that all ranks of a generation finished
         self.losses_allowed = False  # all copies of the committed step may have been lost
         self.versions: dict[int, int] = {}  # by generation, the newest step that all have mirrored
@@ -329,7 +330,9 @@ class FakeCluster:
                 StepReport(assign.generation, assign.rank, step, {}, gauges)
             ]
             if pin:
-                messages.append(Pinned(assign.generation, assign.rank, step, True, 0.01))
+                messages.append(Pinned(assign.generation, assign.rank, step, 0.01))
+            if self.replicated[0] == generation:
+                gauges |= {"replicated_step": self.replicated[1], "replicated_bytes": 64.0}
             if last:
                 memory = self._memory(process)
                 messages.append(Finished(assign.generation, assign.rank, {}, {}, 1, memory))
@@ -345,6 +348,18 @@ class FakeCluster:
         self.committed = max(self.committed, step)
         self.losses_allowed = not (mirrored and all(mirrored))
         return True
+
+    def replicate(self, step: int) -> None:
+        """What the vaults do with a step that all ranks keep, without the controller."""
+        for process in self.members:
+            assign = process.assign
+            assert assign is not None
+            self._mirror(process, assign, step, pin=True)
+            key = assign.generation, assign.rank, step
+            own = self.vaults.by_node[process.info.node_id].slots[key]
+            for node in assign.replica_nodes:
+                self.vaults.by_node[node].slots[key] = own._replace(replica=True)
+            self.replicated = assign.generation, step
 
     def _has_pinned_slot(self, members: Sequence[FakeProcess]) -> bool:
         """Whether a member's only buffer for a pinned step is in use."""
@@ -659,7 +674,6 @@ class FakeVaultGroup:
         self.opened: list[str] = []
         self.closed: list[str] = []
         self.unpinned: list[tuple[str, int, int]] = []
-        self.replicated: list[tuple[str, tuple[SlotRef, ...]]] = []
         self.write_errors: list[Exception] = []
         self.injected: tuple[str, ...] = ()
         self.not_injectable: dict[str, str] = {}
@@ -762,19 +776,6 @@ class FakeVaultGroup:
         for key, slot in vault.slots.items():
             if key[0] <= generation and key[2] <= step:
                 vault.slots[key] = slot._replace(pinned=False)
-
-    async def replicate(self, node_id: str, slots: Sequence[SlotRef]) -> int:
-        await asyncio.sleep(0)
-        vault = self._vault(node_id)
-        self.replicated.append((node_id, tuple(slots)))
-        for ref in slots:
-            if not self.has_slot(ref):
-                raise RayzeroError(f"{ref} is gone")
-            original = self._vault(ref.node_id).slots[ref.generation, ref.rank, ref.step]
-            vault.slots[ref.generation, ref.rank, ref.step] = original._replace(
-                replica=True, pinned=True
-            )
-        return 64 * len(slots)
 
     async def write(self, node_id: str, folder: str, slots: Sequence[SlotRef]) -> list[RankFile]:
         await asyncio.sleep(0)

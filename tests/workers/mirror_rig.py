@@ -77,11 +77,12 @@ class Rig:
         state: State,
         policy: MirrorPolicy = EVERY,
         last_step: int | None = None,
+        node: str = "a",
         **assign: Any,
     ) -> None:
         self.cluster = cluster
-        self.vault = cluster.vault()
-        self.client = cluster.client()
+        self.vault = cluster.vault(node)
+        self.client = cluster.client(node, assign.get("rank", 0))
         self.state = state
         self.device = state.device
         self.interrupt = StopFlag(give_up)

@@ -46,8 +46,8 @@ def held(rig: Rig) -> list[int]:
     return [step for _, step in steps_of(rig.vault)]
 
 
-def pins(rig: Rig) -> list[tuple[int, bool]]:
-    return [(pinned.step, pinned.checkpoint) for pinned in rig.posted]
+def pins(rig: Rig) -> list[int]:
+    return [pinned.step for pinned in rig.posted]
 
 
 def memory_used(rig: Rig) -> int:
@@ -64,9 +64,9 @@ AT_RESTORED = {"generation": 2, "restore": Restore(10)}
         (EVERY_3, None, AT_RESTORED, (11, 12), [], []),
         (EVERY_3, None, AT_RESTORED, (11, 17), [], [13, 16]),
         (MirrorPolicy(checkpoint_every_steps=4), None, {}, (1, 3), [], []),
-        (MirrorPolicy(checkpoint_every_steps=4), None, {}, (1, 5), [(4, True)], [4]),
-        (replace(EVERY, checkpoint_every_steps=100), 5, {}, (1, 5), [(5, True)], [4, 5]),
-        (EVERY, None, {"remote": True}, (1, 8), [(1, False), (2, False)], [1, 2, 7, 8]),
+        (MirrorPolicy(checkpoint_every_steps=4), None, {}, (1, 5), [4], [4]),
+        (replace(EVERY, checkpoint_every_steps=100), 5, {}, (1, 5), [5], [4, 5]),
+        (EVERY, None, {"replica_nodes": ("b",)}, (1, 8), [], [1, 2, 7, 8]),
     ],
     ids=["before", "interval", "no checkpoint", "checkpoint", "last step", "other nodes"],
 )
@@ -112,13 +112,13 @@ def test_no_more_memory_than_two_slots_is_used_through_generations(make: MakeRig
 def test_checkpoint_waits_for_free_slot(make: MakeRig):
     rig = make(replace(EVERY, checkpoint_every_steps=3), 11)
     rig.steps(1, 7)
-    assert pins(rig) == [(3, True)], "step 6 waits for a free slot"
+    assert pins(rig) == [3], "step 6 waits for a free slot"
     rig.vault.unpin(1, 3)
     rig.steps(8, 11)
-    assert pins(rig) == [(3, True), (8, True)]
+    assert pins(rig) == [3, 8]
     rig.vault.unpin(1, 8)
     rig.step(12)
-    assert pins(rig) == [(3, True), (8, True), (12, True)]
+    assert pins(rig) == [3, 8, 12]
 
 
 @pytest.mark.parametrize(("checkpoints", "mirrored"), [(100, [6, 8]), (None, [3, 6])])
@@ -136,10 +136,10 @@ def test_last_step_that_nobody_knew_of_is_mirrored_when_the_function_has_returne
 
 
 def test_all_ranks_must_be_ready_for_pin(make: MakeRig):
-    rig = make(remote=True)
+    rig = make(replica_nodes=("b",))
     assert rig.mirror.step_requests(1).pin
     rig.steps(1, 2, NO_REQUESTS)  # but the other ranks were not
-    assert rig.posted == []
+    assert not any(entry.pinned for entry in rig.vault._registry._entries)
 
 
 def test_lost_vault_does_not_stop_training(make: MakeRig, caplog: pytest.LogCaptureFixture):

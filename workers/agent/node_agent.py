@@ -68,6 +68,11 @@ class AgentServer(AuthenticatedServer):
         """Listens for this node's workers at a unix socket. Idempotent."""
         self.call_soon(partial(self._listen, address))
 
+    @property
+    def is_obeying(self) -> bool:
+        """Whether a controller is connected."""
+        return self._writer is not None
+
     def close(self) -> None:
         """Ends the connection. Commands in progress finish unheard, and so does the thread that
         polls, within `BEAT_S`. Idempotent."""

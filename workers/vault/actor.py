@@ -68,7 +68,7 @@ class VaultActor(Vault):
         self._faults = FaultSchedule(FaultRecord(output_dir), self._fired.append)
         self.inject(faults)
         before_write = partial(inject_store_faults, self._faults)
-        super().__init__(job, node_id, self._fetch_remote, before_write=before_write)
+        super().__init__(job, node_id, self._fetch_remote, self._copy_to, before_write=before_write)
         if health_limit_s is not None:
             self.check_health(health_limit_s)
         OrphanWatch(orphan_s, VAULT_ASKS)
@@ -93,6 +93,8 @@ class VaultActor(Vault):
 
     def poll(self, timeout_s: float) -> list[VaultEvent]:
         lost = super().poll(timeout_s)
+        if self._agent is not None and not self._agent.is_obeying:
+            self._registry.give_up_checkpoints()
         return [*lost, *(self._fired.popleft() for _ in range(len(self._fired)))]
 
     def inject(self, faults: Sequence[FaultSpec]) -> None:
@@ -110,16 +112,26 @@ class VaultActor(Vault):
         else:
             inject_node_fault(fault)
 
+    # The methods below are called by the vault's own threads.
+
     def _fetch_remote(self, ref: SlotRef, offset: int, length: int) -> memoryview:
-        """Reads through Ray's object store. Called by the vault's own threads."""
-        peer = self._peers.get(ref.node_id)
-        if peer is None:
-            raise VaultGoneError(f"no vault is known on node {ref.node_id}")
-        reply = peer.read.remote(ref.generation, ref.rank, ref.step, offset, length)
+        """Reads through Ray's object store."""
         limit_s = _FETCH_TIMEOUT_S + length * VERIFY_S_PER_BYTE
+        version = ref.generation, ref.rank, ref.step
+        data: NDArray[np.uint8] = self._ask(ref.node_id, limit_s, "read", *version, offset, length)
+        return data.data
+
+    def _copy_to(self, node: str, ref: SlotRef, limit_s: float) -> int:
+        nbytes: int = self._ask(node, limit_s, "replicate", [ref])
+        return nbytes
+
+    def _ask(self, node: str, limit_s: float, method: str, *arguments: Any) -> Any:
+        """The reply of another node's vault."""
+        peer = self._peers.get(node)
+        if peer is None:
+            raise VaultGoneError(f"no vault is known on node {node}")
         try:
-            data: NDArray[np.uint8] = ray.get(reply, timeout=limit_s)
-            return data.data
+            return ray.get(getattr(peer, method).remote(*arguments), timeout=limit_s)
         except GetTimeoutError:
             problem = f"did not answer within {limit_s:.0f} s"
         except RayTaskError as error:
@@ -128,7 +140,7 @@ class VaultActor(Vault):
             problem = f"failed: {error}"
         except RayError as error:
             problem = f"is gone: {error}"
-        raise VaultGoneError(f"the vault on node {ref.node_id} {problem}")
+        raise VaultGoneError(f"the vault on node {node} {problem}")
 
 
 def process_end_event(worker: int, pid: int, pidfd: int) -> ConnectionLost:

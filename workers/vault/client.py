@@ -119,6 +119,15 @@ class VaultClient:
         """All ranks have a complete version of this generation. Does not wait for a reply."""
         self._send(None, WorkerRequests.generation_complete, generation)
 
+    def replicate(self, generation: int, rank: int, step: int, nodes: Sequence[str]) -> None:
+        """A slot is committed that these nodes are to have. Does not wait for a reply."""
+        self._send(None, WorkerRequests.replicate, generation, rank, step, ",".join(nodes))
+
+    def announce_replicated(self, generation: int, step: int) -> None:
+        """Other nodes have all ranks' slots of that step, and no older one is needed for them.
+        Does not wait for a reply."""
+        self._send(None, WorkerRequests.step_replicated, generation, step)
+
     def release_spares(self, used: Sequence[SlotWriter]) -> None:
         """All ranks have reserved what they need: releases all buffers but those in `used`."""
         kept = {id(writer.mapping) for writer in used}

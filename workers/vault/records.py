@@ -55,6 +55,7 @@ class SlotInfo(NamedTuple):
     step: int
     nbytes: int
     pinned: bool
+    """A checkpoint needs it."""
     replica: bool = False
     """Copied from another node's vault."""
 
@@ -82,7 +83,15 @@ class ProcessStalled:
     state: str
 
 
-VaultEvent: TypeAlias = ConnectionLost | FaultFired | ProcessStalled
+@dataclass(frozen=True)
+class NotReplicated:
+    """An attempt to copy a rank's slot of a step to another node has failed."""
+
+    step: int
+    problem: str
+
+
+VaultEvent: TypeAlias = ConnectionLost | FaultFired | NotReplicated | ProcessStalled
 
 
 class VaultGoneError(RayzeroError):

@@ -25,9 +25,13 @@ from rayzero.workers.vault.records import SlotGoneError, SlotInfo, SlotRef, Vaul
 from rayzero.workers.vault.slots import (
     SlotHeader,
     checksum_of,
+    is_kept,
+    is_to_copy,
     read_header,
     read_pin,
+    write_copied,
     write_header,
+    write_kept,
     write_pin,
 )
 
@@ -46,7 +50,7 @@ class _Entry:
 
     @property
     def pinned(self) -> bool:
-        return read_pin(self.buffer.fd)
+        return read_pin(self.buffer.fd) or is_kept(self.buffer.fd)
 
     @property
     def version(self) -> SlotHeader | None:
@@ -79,6 +83,7 @@ class SlotRegistry:
         self.discard_unfinished(owner)  # the owner waits for this call: it is not writing
         buffer = self._pool.acquire(header.nbytes, owner)
         write_pin(buffer.fd, False)
+        write_kept(buffer.fd, False)
         write_header(buffer.fd, header)
         with self._lock:
             self._add(_Entry(buffer, header.generation, header.rank, owner))
@@ -106,11 +111,15 @@ class SlotRegistry:
     def receive_replica(self, header: SlotHeader) -> Iterator[int]:
         """A buffer to fill with a replica of that version, all but the header page.
 
-        When the `with` succeeds the replica is complete, and pinned like its original. The newest
-        older replica of the rank stays until then, and longer if it is pinned. Raises
-        VaultMemoryError if there is not enough memory.
+        When the `with` succeeds the replica is complete, and kept like its original. The newest
+        older replica of the rank stays until then, and longer if it is kept. Raises SlotGoneError
+        if its generation is over; VaultMemoryError if there is not enough memory.
         """
         with self._lock:
+            if header.generation < self._current_generation:
+                raise SlotGoneError(
+                    f"generation {header.generation} is over: nobody needs its slots"
+                )
             self._drop_entries(
                 entry
                 for entry in self._outdated_replicas()
@@ -120,7 +129,8 @@ class SlotRegistry:
         try:
             write_header(buffer.fd, header._replace(step=-1))
             yield buffer.fd
-            write_pin(buffer.fd, True)
+            write_pin(buffer.fd, False)
+            write_kept(buffer.fd, True)
             write_header(buffer.fd, header)
         except BaseException:
             self._pool.release([buffer])
@@ -164,7 +174,7 @@ class SlotRegistry:
                     version.world_size,
                     version.step,
                     version.data_bytes,
-                    entry.pinned,
+                    read_pin(entry.buffer.fd),
                     entry.owner is None,
                 )
                 for entry, version in self._complete_versions()
@@ -210,18 +220,54 @@ class SlotRegistry:
         self._pool.trim()
 
     def unpin(self, generation: int, step: int) -> None:
-        """Unpins the versions of `step` and earlier, of `generation` and earlier.
-
-        The newest replica of a rank stays until its generation is over.
-        """
+        """Unpins the versions of `step` and earlier, of `generation` and earlier, which a
+        checkpoint needed."""
         with self._lock:
             for entry in self._entries:
                 # Read the pin before the header: the writer sets it before, and only this method
                 # clears it. In the other order, a pin set in between would be attributed to the
                 # version before.
-                pinned, version = entry.pinned, entry.version
+                pinned, version = read_pin(entry.buffer.fd), entry.version
                 if pinned and version and entry.generation <= generation and version.step <= step:
                     write_pin(entry.buffer.fd, False)
+            self._evict_before(max(generation, self._current_generation))
+
+    def give_up_checkpoints(self) -> None:
+        """There is no controller: unpins what a checkpoint needs and nobody writes, where a newer
+        version is on other nodes, whose successor needs its buffer."""
+        with self._lock:
+            pinned = [it for it in self._entries if read_pin(it.buffer.fd) and not it.readers]
+            held = self._complete_versions()  # after the pins: see `unpin`
+            newest = {
+                (version.generation, version.rank): version.step
+                for entry, version in sorted(held, key=lambda it: it[1].step)
+                if is_kept(entry.buffer.fd) and not is_to_copy(entry.buffer.fd)
+            }
+            for entry, version in held:
+                is_older = version.step < newest.get((version.generation, version.rank), 0)
+                if entry in pinned and is_older:
+                    write_pin(entry.buffer.fd, False)
+
+    def bytes_to_copy(self, ref: SlotRef) -> int:
+        """The size of that version; 0 if it is not here, or on all nodes that are to have it."""
+        with self._lock:
+            return sum(version.nbytes for _, version in self._versions_to_copy(ref))
+
+    def copied(self, ref: SlotRef, nbytes: int) -> None:
+        """All nodes that are to have a version have it; so many bytes were copied."""
+        with self._lock:
+            for entry, _ in self._versions_to_copy(ref):
+                write_copied(entry.buffer.fd, nbytes)
+
+    def let_go(self, generation: int, step: int) -> None:
+        """All ranks' versions of `step` in `generation` are on other nodes: lets go of replicas of
+        older steps, and of all of older generations. The originals of this one are their writers'.
+        The newest replica of a rank stays until its generation is over."""
+        with self._lock:
+            for entry, version in self._complete_versions():
+                is_older = version.step < step and entry.owner is None
+                if entry.generation < generation or (entry.generation == generation and is_older):
+                    write_kept(entry.buffer.fd, False)
             self._evict_before(max(generation, self._current_generation))
 
     def close(self) -> None:
@@ -254,6 +300,10 @@ class SlotRegistry:
 
     def _complete_versions(self) -> list[tuple[_Entry, SlotHeader]]:
         return [(entry, version) for entry in self._entries if (version := entry.version)]
+
+    def _versions_to_copy(self, ref: SlotRef) -> list[tuple[_Entry, SlotHeader]]:
+        held = [(it, version) for it, version in self._complete_versions() if version.holds(ref)]
+        return [it for it in held if it[0].owner is not None and is_to_copy(it[0].buffer.fd)]
 
     def _find_entry(self, ref: SlotRef) -> _Entry:
         # Latest entry first: salvage may write a version again after all others.

@@ -15,6 +15,7 @@ from rayzero.workers.vault.images import FetchRemote
 from rayzero.workers.vault.peers import Peer
 from rayzero.workers.vault.records import SlotRef
 from rayzero.workers.vault.registry import SlotRegistry
+from rayzero.workers.vault.replicas import Replicas
 from rayzero.workers.vault.slots import SlotHeader
 from rayzero.workers.vault.weight_replicas import WeightReplicas
 
@@ -31,8 +32,14 @@ class WorkerRequests:
     order. Every method returns descriptors, and raises what the worker's call raises."""
 
     def __init__(
-        self, node_id: str, registry: SlotRegistry, fetch: FetchRemote, weights: WeightReplicas
+        self,
+        node_id: str,
+        registry: SlotRegistry,
+        fetch: FetchRemote,
+        weights: WeightReplicas,
+        replicas: Replicas,
     ) -> None:
+        self._replicas = replicas
         self._node_id = node_id
         self._registry = registry
         self._fetch = fetch
@@ -113,6 +120,19 @@ class WorkerRequests:
     def generation_loaded(self, peer: Peer, generation: int, step: int) -> Descriptors:
         """All ranks have loaded that step: older ones can be overwritten."""
         self._registry.generation_loaded(generation, step)
+        return []
+
+    def replicate(
+        self, peer: Peer, generation: int, rank: int, step: int, nodes: str
+    ) -> Descriptors:
+        """A version is complete, and to be copied to these nodes, whose ids are separated by
+        commas."""
+        self._replicas.order(SlotRef(generation, rank, step, self._node_id), nodes.split(","))
+        return []
+
+    def step_replicated(self, peer: Peer, generation: int, step: int) -> Descriptors:
+        """The versions of that step of all ranks are on other nodes: see `SlotRegistry.let_go`."""
+        self._registry.let_go(generation, step)
         return []
 
     def trim(self, peer: Peer) -> Descriptors:

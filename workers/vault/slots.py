@@ -32,7 +32,12 @@ from rayzero.workers.vault.records import SlotDamagedError, SlotGoneError, SlotR
 PAGE_BYTES = 4096
 
 PIN_OFFSET = PAGE_BYTES // 2
-"""Offset of the pin: a byte of its own, because the writer sets it and the vault clears it."""
+"""Offset of the pin for a checkpoint: a byte of its own, because the writer sets it and the vault
+clears it."""
+
+COPY_OFFSET = PIN_OFFSET + 8
+"""Offset of the pin for other nodes, an integer that has one writer at a time: the slot's writer
+sets `_TO_COPY`, then its vault what `write_copied` does, then the slot's writer 0."""
 
 METADATA_CAPACITY = 256 * 1024
 """Space for the JSON metadata in bytes."""
@@ -46,6 +51,8 @@ _MAGIC = b"RZ slot\0"
 _FORMAT_VERSION = 5
 _HEADER_STRUCT = Struct("<8sIqIIQQQQqQQQQ?QQ")
 _CHECKSUM_STRUCT = Struct("<Q")
+_COPY_STRUCT = Struct("<Q")
+_TO_COPY = 1
 HEADER_BYTES = _HEADER_STRUCT.size + _CHECKSUM_STRUCT.size
 
 
@@ -159,11 +166,31 @@ def write_header(fd: int, header: SlotHeader) -> None:
 
 
 def read_pin(fd: int) -> bool:
+    """Whether the version is pinned for a checkpoint."""
     return os.pread(fd, 1, PIN_OFFSET) == b"\1"
 
 
 def write_pin(fd: int, pinned: bool) -> None:
     os.pwrite(fd, b"\1" if pinned else b"\0", PIN_OFFSET)
+
+
+def is_kept(fd: int) -> bool:
+    """Whether the version is pinned for other nodes: to be copied there, copied, or a replica."""
+    return any(os.pread(fd, _COPY_STRUCT.size, COPY_OFFSET))
+
+
+def is_to_copy(fd: int) -> bool:
+    """Whether the version is to be copied to other nodes, and not all of them have it."""
+    return os.pread(fd, _COPY_STRUCT.size, COPY_OFFSET) == _COPY_STRUCT.pack(_TO_COPY)
+
+
+def write_kept(fd: int, kept: bool) -> None:
+    os.pwrite(fd, _COPY_STRUCT.pack(_TO_COPY if kept else 0), COPY_OFFSET)
+
+
+def write_copied(fd: int, nbytes: int) -> None:
+    """All nodes have the version, for which so many bytes were copied."""
+    os.pwrite(fd, _COPY_STRUCT.pack(_TO_COPY + max(1, nbytes)), COPY_OFFSET)
 
 
 def encode_index(index: BlockIndex) -> bytes:
@@ -240,8 +267,32 @@ class SlotWriter:
 
     @property
     def pinned(self) -> bool:
-        """Whether the stored version must not be overwritten yet. The vault clears the pin."""
+        """Whether the stored version must not be overwritten yet."""
+        return self.awaits_checkpoint or self.is_kept
+
+    @property
+    def awaits_checkpoint(self) -> bool:
+        """Whether it is pinned for a checkpoint. The vault clears this pin."""
         return self.step >= 0 and self._map[PIN_OFFSET] == 1
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is pinned for other nodes, until `let_go`."""
+        return self.step >= 0 and self._copy > 0
+
+    @property
+    def copied_bytes(self) -> int:
+        """The bytes that were copied to other nodes, once all of them have the version; else 0."""
+        return max(0, self._copy - _TO_COPY) if self.step >= 0 else 0
+
+    @property
+    def _copy(self) -> int:
+        value: int = _COPY_STRUCT.unpack_from(self._map, COPY_OFFSET)[0]
+        return value
+
+    def let_go(self) -> None:
+        """Ends the pin for other nodes, which the vault writes until `copied_bytes` are there."""
+        _COPY_STRUCT.pack_into(self._map, COPY_OFFSET, 0)
 
     def begin(self) -> None:
         """Invalidates the stored version; `data` may be changed after this. Raises EngineError if
@@ -254,15 +305,21 @@ class SlotWriter:
         self._write_header(self._header._replace(step=-1))
 
     def commit(
-        self, step: int, metadata: bytes, pin: bool, checksums: SlotChecksums | None
+        self,
+        step: int,
+        metadata: bytes,
+        pin: bool,
+        checksums: SlotChecksums | None,
+        keep: bool = False,
     ) -> None:
         """Marks `data` as the complete version of a step. Raises SlotRoomError if `metadata` is too
         large, and the buffer then holds no version; EngineError if `begin` was not called before.
 
         Args:
             metadata: the state's JSON metadata.
-            pin: keep the version until the vault unpins it.
+            pin: for a checkpoint, until the vault unpins it.
             checksums: of `data` behind its constants; None if they were not computed.
+            keep: for other nodes, until `let_go`.
         """
         if not self._begun:
             raise EngineError("SlotWriter.commit without a SlotWriter.begin before it")
@@ -274,7 +331,9 @@ class SlotWriter:
             )
         start = self._header.metadata_offset
         self._map[start : start + len(metadata)] = metadata
-        self._map[PIN_OFFSET] = int(pin)  # before the header: no reader sees the version unpinned
+        # Pins before the header: no reader sees the version unpinned.
+        self._map[PIN_OFFSET] = int(pin)
+        _COPY_STRUCT.pack_into(self._map, COPY_OFFSET, _TO_COPY if keep else 0)
         self._write_header(
             self._header._replace(
                 step=step,

@@ -1,16 +1,12 @@
-"""The vault of one node, without Ray: what the controller calls by `VaultGroup.call`.
-
-Rule of ordering: `pinned-stays` (docs/engine.md).
-"""
+"""The vault of one node, without Ray: what the controller calls by `VaultGroup.call`."""
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from threading import BoundedSemaphore, Event, Lock
+from threading import Event, Lock
 from time import monotonic
 from typing import TypeAlias
 
@@ -28,18 +24,17 @@ from rayzero.workers.rollouts.server import RolloutServer
 from rayzero.workers.vault import images
 from rayzero.workers.vault.buffers import BufferPool, available_bytes
 from rayzero.workers.vault.health import SLOWER, HealthCheck, HealthReport
-from rayzero.workers.vault.images import FetchRemote, MappedSlotReader, RemoteSlotReader
+from rayzero.workers.vault.images import FetchRemote, MappedSlotReader
 from rayzero.workers.vault.peers import Peer, inspect_process
 from rayzero.workers.vault.process_watch import LOOK_INTERVAL_S, ProcessWatch
 from rayzero.workers.vault.records import SlotInfo, SlotRef, VaultEvent, VaultGoneError
 from rayzero.workers.vault.registry import SlotRegistry
+from rayzero.workers.vault.replicas import CopyTo, Replicas, copy_nowhere
 from rayzero.workers.vault.requests import WorkerRequests
 from rayzero.workers.vault.server import VaultServer, make_address
-from rayzero.workers.vault.slots import HEADER_BYTES, PAGE_BYTES
+from rayzero.workers.vault.slots import HEADER_BYTES
 from rayzero.workers.vault.weight_replicas import WeightReplicas
 
-MAX_REPLICATE_CALLS = 3
-"""Calls of `replicate` at once, of which all but one wait; fewer than the vault's threads."""
 _HERE = "on this node: all nodes must share this folder"
 _NO_RANK = -1  # a read of it measures the way
 _LINK_BYTES = 4 * 2**20
@@ -58,6 +53,7 @@ class Vault:
         job: the job's name; part of the socket address.
         node_id: this node, as in `SlotRef.node_id`.
         fetch: reads from vaults of other nodes; must return within a bounded time.
+        copy_to: makes another node's vault copy a slot of this one.
         available: returns the machine's free memory in bytes.
         before_write: called before each file of a checkpoint is written.
     """
@@ -67,6 +63,7 @@ class Vault:
         job: str,
         node_id: str,
         fetch: FetchRemote,
+        copy_to: CopyTo = copy_nowhere,
         available: Callable[[], int] = available_bytes,
         before_write: BeforeWrite = lambda folder, step, rank: None,
     ) -> None:
@@ -75,8 +72,6 @@ class Vault:
         self._available_bytes = available
         self._fetch_remote = fetch
         self._before_write = before_write
-        self._pull_lock = Lock()  # one chunk from another node in flight
-        self._replicate_calls = BoundedSemaphore(MAX_REPLICATE_CALLS)
         self._write_lock = Lock()
         self._closing = Event()
         self._rollouts: RolloutServer | None = None
@@ -85,9 +80,10 @@ class Vault:
         self._registry = SlotRegistry(BufferPool(available))
         # A pool of its own: it takes no spare buffer that a rank is going to need.
         self._weights = WeightReplicas(BufferPool(available), fetch)
+        self._replicas = Replicas(self._registry, fetch, copy_to)
         self._server = VaultServer(
             self._address,
-            WorkerRequests(node_id, self._registry, fetch, self._weights),
+            WorkerRequests(node_id, self._registry, fetch, self._weights, self._replicas),
             self._on_disconnect,
         )
 
@@ -96,13 +92,15 @@ class Vault:
         return self._address
 
     def poll(self, timeout_s: float) -> list[VaultEvent]:
-        """Workers whose processes died, each reported once, and those that have stalled or run
-        again; waits up to `timeout_s` for one."""
+        """Workers whose processes died, each reported once, those that have stalled or run
+        again, and replicas that were not made; waits up to `timeout_s` for one."""
         until_s = monotonic() + timeout_s
         while True:
             left_s = max(0.0, until_s - monotonic())
             events: list[VaultEvent] = [*self._server.poll(min(left_s, LOOK_INTERVAL_S))]
             events += self._watch.look(self._server.processes())
+            failures = self._replicas.failures
+            events += [failures.popleft() for _ in range(len(failures))]
             if events or left_s <= LOOK_INTERVAL_S or self._closing.is_set():
                 return events
 
@@ -155,7 +153,7 @@ class Vault:
         return fastest
 
     def unpin(self, generation: int, step: int) -> None:
-        """Unpins the versions of `step` and of earlier steps."""
+        """Unpins the versions of `step` and of earlier steps that a checkpoint needed."""
         self._registry.unpin(generation, step)
 
     def read(
@@ -190,14 +188,7 @@ class Vault:
             VaultGoneError: another vault does not answer, this vault is closing, or too many
                 earlier calls have not returned.
         """
-        # A caller that timed out may call again: retries must not use up the vault's threads.
-        if not self._replicate_calls.acquire(blocking=False):
-            raise VaultGoneError("earlier requests for replicas are still in flight")
-        try:
-            with self._pull_lock:
-                return sum(self._pull(ref) for ref in slots if not self._registry.has_version(ref))
-        finally:
-            self._replicate_calls.release()
+        return self._replicas.pull(slots)
 
     def write(self, folder: str, slots: Sequence[SlotRef]) -> list[RankFile]:
         """Writes a durable file of the checkpoint in `folder` for each version, one at a time.
@@ -250,6 +241,7 @@ class Vault:
     def close(self) -> None:
         """Stops the server, aborts copies at their next chunk, and frees the memory. Idempotent."""
         self._closing.set()
+        self._replicas.close()
         self._health.close()
         self.close_rollouts()
         self._server.close()
@@ -259,36 +251,6 @@ class Vault:
     def _on_disconnect(self, peer: Peer) -> None:
         self._registry.discard_unfinished(peer, dead=True)
         self._weights.forget(peer)
-
-    def _pull(self, ref: SlotRef) -> int:
-        source = RemoteSlotReader(ref, self._fetch_while_open)
-        header, start = source.header, source.header.data_offset
-        stop = start + header.constant_bytes
-        nbytes = header.nbytes
-        with self._registry.receive_replica(header) as fd:  # it writes the header last
-            with (
-                mmap.mmap(fd, header.nbytes) as buffer,
-                memoryview(buffer) as whole,
-                whole[PAGE_BYTES:start] as front,
-                whole[start:stop] as constants,
-                whole[stop:] as rest,
-            ):
-                source.read(PAGE_BYTES, front)
-                if self._registry.copy_constants(header, constants):
-                    nbytes -= header.constant_bytes  # of a replica that is here
-                else:
-                    source.read(start, constants)
-                source.read(stop, rest)
-            with closing(MappedSlotReader(ref, fd, source.header)) as image:
-                image.index()
-                image.metadata()
-                image.verify()
-        return nbytes
-
-    def _fetch_while_open(self, ref: SlotRef, offset: int, length: int) -> memoryview:
-        if self._closing.is_set():
-            raise VaultGoneError("the vault is closing")
-        return self._fetch_remote(ref, offset, length)
 
     def _write_file(self, folder: str, ref: SlotRef) -> RankFile:
         self._before_write(folder, ref.step, ref.rank)

@@ -174,17 +174,24 @@ def test_global_batch_is_kept_at_another_world_size_unless_changed(sizes, first,
 
 def vote_twice(rank: int, world: int) -> list[StepRequests]:
     session = StateSession(
-        requests=StepRequests(drain=rank == 1, pin=True, mirror_interval=1.0 + rank)
+        requests=StepRequests(
+            drain=rank == 1,
+            pin=True,
+            mirror_interval=1.0 + rank,
+            copied=True,
+            copied_bytes=3 + rank,
+        )
     )
     with use_session(session):
         engine, *_ = rayzero.initialize(model=nn.Linear(2, 1), config=config())
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 2)).sum())
         engine.step()
-        session.requests = StepRequests(pin=rank == 0)
+        session.requests = StepRequests(pin=rank == 0, copied=rank == 0)
     return session.agreed
 
 
 def test_ranks_agree_on_requests_in_the_vote():
     for agreed in run_ranks(2, vote_twice):
-        assert agreed == [StepRequests(True, pin=True, mirror_interval=1.5), StepRequests()]
+        both = {"mirror_interval": 1.5, "copied": True, "copied_bytes": 7}
+        assert agreed == [StepRequests(True, pin=True, **both), StepRequests()]

@@ -26,7 +26,7 @@ async def test_pinned_step_is_written_and_unpinned(folder: Path):
 
 async def test_incomplete_pins_of_lost_generation_are_released(folder: Path):
     harness = await Harness(folder, 3, workers=(2, 3)).trained(2)
-    await harness.send(0, Pinned(1, 0, 2, True, 0.0))
+    await harness.send(0, Pinned(1, 0, 2, 0.0))
     await harness.kill(1)
     assert harness.cluster.vaults.unpinned == []
     await harness.steps(1)
@@ -38,7 +38,7 @@ async def test_limit_of_a_write_grows_with_its_size(folder: Path):
     harness = await Harness(folder, 2, workers=(2, 2), checkpoint={"every_steps": 50}).trained(2)
     harness.cluster.vaults.may_write.clear()
     for rank in range(2):  # at 10 MB/s: 400 s
-        harness.cluster.send(rank, Pinned(1, rank, 2, True, 0.0, nbytes=2 * 10**9))
+        harness.cluster.send(rank, Pinned(1, rank, 2, 0.0, nbytes=2 * 10**9))
     await harness.clock.advance(990)
     assert harness.log.of(CheckpointFailed) == []
     await harness.clock.advance(11)
@@ -49,28 +49,29 @@ async def test_limit_of_a_write_grows_with_its_size(folder: Path):
     assert harness.store.steps == [2]
 
 
-async def test_pinned_steps_are_replicated_to_next_node(folder: Path):
-    harness = await Harness(folder, "aabb", workers=(4, 4)).trained(1)
-    assert {a.remote for a in harness.assignments.values()} == {True}
-    for step in (1, 2):
-        for rank in range(4):
-            harness.cluster.send(rank, Pinned(1, rank, step, False, 0.0))
-        await settle()
-        await harness.steps(1)
-    replicated = [
-        (node, [(slot.rank, slot.step) for slot in slots])
-        for node, slots in harness.cluster.vaults.replicated
-    ]
-    assert replicated[:2] == [("b", [(0, 1), (1, 1)]), ("a", [(2, 1), (3, 1)])]
-    assert sorted(harness.cluster.vaults.unpinned) == [("a", 1, 1), ("b", 1, 1)]
+async def test_ranks_learn_where_their_replicas_go_and_say_which_there_are(folder: Path):
+    harness = await Harness(folder, "aabb", workers=(3, 4)).trained(2)
+    assert [a.replica_nodes for a in harness.assignments.values()] == [("b",)] * 2 + [("a",)] * 2
+
+    def replicated() -> int | None:
+        step: int | None = harness.telemetry.snapshot()["replicas"]["step_on_other_nodes"]
+        return step
+
+    harness.cluster.replicate(2)
+    assert replicated() is None
+    await harness.steps(2)
+    assert replicated() == 2
+    await harness.kill(3)
+    await harness.steps(1)
+    assert replicated() == 2
+    harness.cluster.replicate(5)
+    await harness.steps(1)
+    assert replicated() == 5
 
 
 async def test_lost_node_costs_steps_since_last_replica(folder: Path):
     harness = await Harness(folder, "aabb", workers=(2, 4)).trained(3)
-    for rank, process in enumerate(harness.cluster.members):
-        assert process.assign is not None
-        harness.cluster._mirror(process, process.assign, 3, pin=True)
-        harness.cluster.send(process.info.index, Pinned(1, rank, 3, False, 0.0))
+    harness.cluster.replicate(3)
     await harness.steps(2)
     harness.cluster.lose_node("b")
     await settle()
@@ -78,6 +79,7 @@ async def test_lost_node_costs_steps_since_last_replica(folder: Path):
     assert {restore.step for restore in restores if restore} == {3}
     slots = [slot for restore in restores if restore for slot in restore.slots]
     assert {slot.node_id for slot in slots} == {"a"}
+    assert {a.replica_nodes for a in harness.assignments.values()} == {()}, "there is no other node"
     result = await harness.finish()
     assert (result.steps, result.metrics["steps_redone"]) == (4, 2)
 

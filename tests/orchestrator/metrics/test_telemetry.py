@@ -19,7 +19,7 @@ from rayzero.orchestrator.metrics.curves import MAX_USER_CURVES
 from rayzero.orchestrator.metrics.endpoint import json_response
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.progress import StepRecord
-from rayzero.workers.messages import LogLine, Pinned
+from rayzero.workers.messages import LogLine
 from tests.orchestrator.metrics.simulated_job import GAUGES
 from tests.orchestrator.support import NO_FILES, Harness, VirtualClock, plan, settle
 
@@ -79,8 +79,8 @@ async def test_fault_that_ends_job_is_counted_once(tmp_path: Path):
 
 async def test_replicas_on_other_nodes_are_counted(tmp_path: Path):
     harness = await Harness(tmp_path, "ab", workers=(2, 2), steps=10).trained(2)
-    for rank in range(2):
-        await harness.send(rank, Pinned(1, rank, 1, False, 0.0))
+    harness.cluster.replicate(1)
+    await harness.steps(1)
     assert exported(harness, "rayzero_replica_step", "place")["other"] == 1
     assert harness.telemetry.snapshot()["replicas"]["step_on_other_nodes"] == 1
 

@@ -139,6 +139,22 @@ def test_function_keeps_the_rank_that_it_was_entered_with(
     assert list(assign_ranks(members, {}, calls, "aabb")) == ranks
 
 
+@pytest.mark.parametrize(
+    ("nodes", "replicas", "targets"),
+    [
+        ("aa", 1, ["", ""]),
+        ("ab", 0, ["", ""]),
+        ("ab", 3, ["b", "a"]),
+        ("aabbc", 1, ["b", "b", "c", "c", "a"]),
+        ("abc", 2, ["bc", "ca", "ab"]),
+    ],
+)
+def test_slots_are_replicated_to_next_nodes(nodes: str, replicas: int, targets: list[str]):
+    workers = [worker(index, node) for index, node in enumerate(nodes)]
+    ranks = assign_ranks(workers, {}, replicas=replicas).values()
+    assert ["".join(rank.replica_nodes) for rank in ranks] == targets
+
+
 @given(st.data())
 def test_ranks_of_any_history_are_kept_and_never_shared(data: st.DataObject):
     """Workers are lost, added, and entered anew, in any order."""

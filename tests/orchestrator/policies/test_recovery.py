@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +11,6 @@ from rayzero.orchestrator.policies.recovery import (
     Excluded,
     FromWorkers,
     StoredSlot,
-    replica_targets,
     select_recovery_step,
 )
 from rayzero.workers.messages import InProcessStateInfo, Pinned
@@ -110,28 +108,9 @@ def test_newest_complete_step_is_selected(slots: list[tuple[int, int, int]]):
     assert (selected.step if selected else 0) == max(complete, default=0)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "replicas", "expected"),
-    [
-        ("aa", 1, {}),
-        ("ab", 1, {"b": [0], "a": [1]}),
-        ("ab", 3, {"b": [0], "a": [1]}),
-        ("aabbc", 1, {"b": [0, 1], "c": [2, 3], "a": [4]}),
-        ("abc", 2, {"b": [0, 2], "c": [0, 1], "a": [1, 2]}),
-    ],
-)
-def test_slots_are_replicated_to_next_nodes(
-    nodes: str, replicas: int, expected: dict[str, list[int]]
-):
-    slots = [SlotRef(1, rank, 5, node) for rank, node in enumerate(nodes)]
-    targets = replica_targets(slots, replicas)
-    ranks = {node: sorted(slot.rank for slot in slots) for node, slots in targets.items()}
-    assert ranks == expected
-
-
 def pinned(pins: PinnedSteps, generation: int, step: int) -> PinnedStep:
-    assert pins.add_rank(Pinned(generation, 0, step, True, 0.1), "a", 2) is None
-    pin = pins.add_rank(Pinned(generation, 1, step, True, 0.2), "b", 2)
+    assert pins.add_rank(Pinned(generation, 0, step, 0.1), "a", 2) is None
+    pin = pins.add_rank(Pinned(generation, 1, step, 0.2), "b", 2)
     assert pin is not None
     return pin
 
@@ -139,51 +118,51 @@ def pinned(pins: PinnedSteps, generation: int, step: int) -> PinnedStep:
 def test_pin_is_complete_with_all_ranks():
     pin = pinned(PinnedSteps(), 1, 5)
     assert pin.slots == refs(1, 5, "a", "b")
-    assert (pin.stopped_s, pin.checkpoint) == (0.2, True)
+    assert pin.stopped_s == 0.2
 
 
 def test_written_pin_is_released():
     pins = PinnedSteps()
     pin = pinned(pins, 1, 5)
     assert list(pins.releasable()) == []
-    pins.complete(pin, hold=False)
+    pins.complete(pin)
     assert list(pins.releasable()) == [(1, 5)]
     assert list(pins.releasable()) == []
-
-
-def test_replicated_pin_is_held_until_a_newer_one_is_replicated():
-    pins = PinnedSteps()
-    first, second = pinned(pins, 1, 5), pinned(pins, 1, 8)
-    pins.complete(first, hold=True)
-    assert [step for _, step in pins.releasable() if step >= 5] == []
-    pins.copy_failed(second)
-    third = pinned(pins, 1, 9)
-    pins.complete(third, hold=True)
-    assert list(pins.releasable()) == [(1, 8)]
 
 
 def test_pin_in_progress_is_never_released():
     pins = PinnedSteps()
     first, second = pinned(pins, 1, 5), pinned(pins, 1, 8)
-    pins.complete(second, hold=False)
+    pins.complete(second)
     assert list(pins.releasable()) == [(1, 4)]
     third = pinned(pins, 2, 9)
-    pins.complete(third, hold=False)
+    pins.complete(third)
     assert list(pins.releasable()) == [(2, 4)]  # also releases older generations
-    pins.complete(first, hold=False)
+    pins.complete(first)
     assert list(pins.releasable()) == [(1, 8), (2, 9)]
 
 
-@pytest.mark.parametrize("remote", [False, True])
-def test_pins_of_older_generations_are_released(remote: bool):
+def test_another_controller_writes_the_newest_whole_pin_and_releases_what_ranks_have_passed():
+    def held(rank: int, step: int, pinned: bool = True) -> StoredSlot:
+        return StoredSlot(SlotInfo(3, rank, 2, step, 64, pinned), "ab"[rank])
+
     pins = PinnedSteps()
-    pins.add_rank(Pinned(1, 0, 5, True, 0.1), "a", 2)  # the other rank died
-    pins.add_rank(Pinned(2, 0, 7, True, 0.1), "a", 2)
-    if not remote:
-        pins.release_older(2)
-    assert list(pins.releasable()) == ([] if remote else [(1, ALL_STEPS)])
-    pin = pins.add_rank(Pinned(2, 1, 7, True, 0.1), "a", 2)
+    assert pins.resume([held(0, 4), held(0, 9, False), held(1, 8, False)], 3, 2) is None
+    assert list(pins.releasable()) == [(3, 4)]
+    assert pins.resume([held(0, 10), held(1, 9, False)], 3, 2) is None, "rank 1 comes to it"
+    slots = [held(0, 10), held(1, 10), held(0, 12), held(1, 13, False)]
+    pin = pins.resume(slots, 3, 2)
     assert pin is not None
-    pins.complete(pin, hold=True)
-    freed = dict(pins.releasable())
-    assert (1 in freed) == remote
+    assert pin.slots == refs(3, 10, "a", "b")
+    assert list(pins.releasable()) == [(3, 9)], "not what is being written"
+    assert pins.add_rank(Pinned(3, 0, 10, 0.1), "a", 2) is None
+    pins.complete(pin)
+    assert list(pins.releasable()) == [(3, 12)]
+
+
+def test_pins_of_older_generations_are_released():
+    pins = PinnedSteps()
+    pins.add_rank(Pinned(1, 0, 5, 0.1), "a", 2)  # the other rank died
+    pinned(pins, 2, 7)
+    pins.release_older(2)
+    assert list(pins.releasable()) == [(1, ALL_STEPS)]

@@ -37,7 +37,14 @@ def content(rank: int, step: int, nbytes: int = 64) -> bytes:
     return bytes((rank * 31 + step * 7 + i) % 251 for i in range(nbytes))
 
 
-def write(buffer: SlotWriter, rank: int, step: int, pin: bool = False, check: bool = True) -> None:
+def write(
+    buffer: SlotWriter,
+    rank: int,
+    step: int,
+    pin: bool = False,
+    check: bool = True,
+    keep: bool = False,
+) -> None:
     """Write a mirror of a step as a worker does."""
     buffer.begin()
     data = content(rank, step, len(buffer.data))
@@ -45,7 +52,7 @@ def write(buffer: SlotWriter, rank: int, step: int, pin: bool = False, check: bo
     size = buffer.weight_bytes
     parts = SlotChecksums(xxh3_64_intdigest(data[:size]), xxh3_64_intdigest(data[size:]))
     buffer.commit(
-        step, json.dumps({"step": step, "rank": rank}).encode(), pin, parts if check else None
+        step, json.dumps({"step": step, "rank": rank}).encode(), pin, parts if check else None, keep
     )
 
 
@@ -70,11 +77,12 @@ class VaultCluster:
     vaults: dict[str, Vault] = field(default_factory=dict)
     fetched: list[tuple[SlotRef, int, int]] = field(default_factory=list)
     on_fetch: Callable[[SlotRef, int], None] = lambda ref, offset: None
+    on_copy: Callable[[str, SlotRef], None] = lambda node, ref: None
     clients: list[VaultClient] = field(default_factory=list)
 
     def vault(self, node: str = "a", **options: Any) -> Vault:
         if node not in self.vaults:
-            self.vaults[node] = Vault("job", node, self._fetch, **options)
+            self.vaults[node] = Vault("job", node, self._fetch, self._copy_to, **options)
         return self.vaults[node]
 
     def client(self, node: str = "a", worker: int = 0) -> VaultClient:
@@ -87,6 +95,12 @@ class VaultCluster:
             client.close()
         for vault in self.vaults.values():
             vault.close()
+
+    def _copy_to(self, node: str, ref: SlotRef, limit_s: float) -> int:
+        self.on_copy(node, ref)
+        if node not in self.vaults:
+            raise VaultGoneError(f"no vault is known on node {node}")
+        return self.vaults[node].replicate([ref])
 
     def _fetch(self, ref: SlotRef, offset: int, length: int) -> memoryview:
         self.fetched.append((ref, offset, length))

@@ -206,7 +206,7 @@ def test_replicas_of_older_generations_are_dropped_when_unpinned(node: Node):
     node.mirror(2, 0, 6)
     node.registry.generation_complete(2)
     assert node.keys() == [(1, 1, 4), (2, 0, 6)]  # the newest that another node has of rank 1
-    node.registry.unpin(1, 4)
+    node.registry.let_go(2, 6)
     assert node.keys() == [(2, 0, 6)]
 
 

@@ -61,7 +61,7 @@ def test_replica_equals_version(cluster: VaultCluster):
     vault = cluster.vault("b")
     assert vault.replicate(slots) > 2 * 64
     assert sorted(vault.inventory(), key=lambda slot: slot.rank) == [
-        SlotInfo(1, rank, 2, 4, 64, pinned=True, replica=True) for rank in (0, 1)
+        SlotInfo(1, rank, 2, 4, 64, pinned=False, replica=True) for rank in (0, 1)
     ]
     assert vault.usage()["replicas"] > 0
     cluster.vaults["a"].close()
@@ -85,13 +85,13 @@ def test_older_replica_stays_until_new_one_is_complete(
     monkeypatch.setattr(images, "FETCH_CHUNK_BYTES", 10_000)
     vault = cluster.vault("b")
     vault.replicate(pinned(cluster, 4, nbytes=50_000))
-    vault.unpin(1, 4)
+    vault._registry.let_go(1, 5)
     seen = []
     cluster.on_fetch = lambda ref, offset: seen.append(steps_of(vault))
     vault.replicate(pinned(cluster, 8, nbytes=50_000))
     assert len(seen) > 5
     assert set(map(tuple, seen)) == {((0, 4),)}
-    vault.unpin(1, 4)
+    vault._registry.let_go(1, 8)
     assert steps_of(vault) == [(0, 8)]
 
 
@@ -100,7 +100,7 @@ def test_memory_for_replicas_stays_bounded(cluster: VaultCluster):
     usages = []
     for step in range(4, 40, 4):
         vault.replicate(pinned(cluster, step))
-        vault.unpin(1, step - 4)
+        vault._registry.let_go(1, step)
         usages.append(sum(vault.usage()[kind] for kind in ("slots", "replicas", "spare")))
     assert len(set(usages[1:])) == 1
     assert steps_of(vault) == [(0, 36)]

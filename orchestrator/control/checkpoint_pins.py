@@ -1,0 +1,75 @@
+"""Steps that the ranks have pinned for checkpoints: written, then unpinned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from rayzero.orchestrator.control.calls import Calls
+from rayzero.orchestrator.control.checkpoints import CheckpointWriter
+from rayzero.orchestrator.control.loop import JobLoop
+from rayzero.orchestrator.control.members import Members
+from rayzero.orchestrator.errors import VaultLostError
+from rayzero.orchestrator.policies.pinned_steps import PinnedStep, PinnedSteps
+from rayzero.orchestrator.policies.recovery import StoredSlot
+from rayzero.workers.messages import Pinned
+from rayzero.workers.vault.vault import Vault
+
+
+@dataclass(eq=False)
+class CheckpointPins:
+    """Owns the work on pinned steps, which continues during recoveries: they do not change."""
+
+    _loop: JobLoop
+    _members: Members
+    _calls: Calls
+    _checkpoints: CheckpointWriter
+    _pins: PinnedSteps = field(default_factory=PinnedSteps)
+    _in_progress: int = 0
+
+    def on_pinned(self, worker: int, message: Pinned) -> None:
+        """A rank pinned a step."""
+        generation = self._members.generation
+        if message.generation != generation.number or not self._members.registry.is_alive(worker):
+            return  # of an ended generation: freed with all of its pins
+        node_id = self._members.registry.info(worker).node_id
+        pin = self._pins.add_rank(message, node_id, generation.world_size)
+        if pin is not None:
+            self._in_progress += 1
+            self._loop.spawn(self._process(pin))
+
+    def resume(self, held: Sequence[StoredSlot]) -> None:
+        """Writes the newest step that a lost controller's generation has pinned on all ranks;
+        older ones are released with it."""
+        generation = self._members.generation
+        pin = self._pins.resume(held, generation.number, generation.world_size)
+        if pin is not None:
+            self._in_progress += 1
+            self._loop.spawn(self._process(pin))
+        self._release()
+
+    def on_step_finished(self, generation: int) -> None:
+        """A step was finished by all ranks of a generation."""
+        self._pins.release_older(generation)
+        self._release()
+
+    async def wait_idle(self) -> None:
+        """Returns once no pinned step is being written."""
+        await self._loop.wait_until(lambda: self._in_progress == 0)
+
+    async def _process(self, pin: PinnedStep) -> None:
+        await self._checkpoints.write(pin)
+        self._in_progress -= 1
+        self._pins.complete(pin)
+        self._release()
+        self._loop.changed.notify()
+
+    def _release(self) -> None:
+        for generation, step in self._pins.releasable():
+            for node in self._members.vault_addresses:
+                self._loop.spawn(self._unpin(node, generation, step))
+
+    async def _unpin(self, node: str, generation: int, step: int) -> None:
+        with suppress(VaultLostError):  # then there is nothing to free
+            await self._calls.vault(node, Vault.unpin, generation, step)
