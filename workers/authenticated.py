@@ -53,6 +53,9 @@ class AuthenticatedServer(ABC):
                 allowed="an address of one of the node's interfaces",
                 fix="--node-ip-address of `ray start` on that node",
             ) from None
+        # Connections inherit it. asyncio sets it only on sockets that were made with a protocol:
+        # the news of a death waited up to 40 ms until the frame before it was acknowledged.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port: int = listener.getsockname()[1]
         self._timeout_s = timeout_s
         self._loop = asyncio.new_event_loop()
