@@ -131,7 +131,7 @@ class StepTracker:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around one backward. If it fails, the script may call it again."""
+        """Encloses one backward. If that fails, the script may call it again."""
         self.begin_backward()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Steps that the vaults keep: which are complete, and which may be released."""
+"""Steps pinned in the vaults: which are complete, and which may be released."""
 
 from __future__ import annotations
 
