@@ -162,7 +162,7 @@ class StepTracker:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Around the update at the end of a step. If it fails, its gradients are still held."""
+        """Encloses the update at the end of a step. If that fails, gradients are still held."""
         self.phase = StepPhase.UPDATING
         try:
             yield

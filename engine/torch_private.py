@@ -47,7 +47,7 @@ def without_dispatch_modes() -> AbstractContextManager[Any]:
 
 
 def without_torch_functions() -> AbstractContextManager[Any]:
-    """Within it subclasses of tensors are plain tensors."""
+    """Treats subclasses of tensors as plain tensors in its body."""
     return torch._C.DisableTorchFunctionSubclass()
 
 

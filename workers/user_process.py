@@ -28,7 +28,7 @@ class UserProcess:
 
     @property
     def log_number(self) -> int:
-        """Of this process in the log: its rank, or its number in its role."""
+        """The number of this process in the log: its rank, or its number in its role."""
         raise NotImplementedError
 
     def begin_output(self) -> None:

@@ -193,7 +193,7 @@ class SeveralSteps:
         loss.backward(**options)
 
     def of(self, parameters: Sequence[Any]) -> ScriptedSteps:
-        """Those of the engine that has all of these. Raises ConfigError if none has."""
+        """The steps of the engine that has all `parameters`. Raises ConfigError if none has."""
         wanted = {id(it) for it in parameters}
         for steps in self.each:
             if wanted <= {id(it) for it in steps.engine.module.parameters()}:
