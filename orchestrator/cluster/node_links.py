@@ -135,9 +135,8 @@ class NodeLink:
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._events: list[Any] = []
         self._news = 0  # frames since the last `events`
-        self.hello = Hello(-1)
+        self.hello: Hello | None = None
         """The agent's, once it obeys."""
-        self._is_attached = False
         self._error: Exception | None = None
         self._changed = ChangeNotifier()
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -149,7 +148,7 @@ class NodeLink:
 
     async def attached(self) -> None:
         """Waits until the agent obeys. Raises as `call`."""
-        await self._changed.wait_until(lambda: self._is_attached or self._error is not None)
+        await self._changed.wait_until(lambda: bool(self.hello or self._error))
         if self._error is not None:
             raise self._error
 
@@ -222,7 +221,6 @@ class NodeLink:
                 return
             self.hello = pickle.loads(hello.payload)
             self._link.open(writer.write, hello.acknowledged)
-            self._is_attached = True
             self._changed.notify()
             async with asyncio.timeout(self._silent_s) as limit:
                 while True:
