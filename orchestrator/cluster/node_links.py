@@ -101,18 +101,10 @@ class WorkerMail:
 
 class NodeLink:
     """The stream of one agent, from construction until `end`. Used from one event loop, in which
-    it owns a task. `mail` gets the messages of the node's workers; `on_fenced` is called when the
-    agent obeys a later controller."""
+    it owns a task. `mail` gets the messages of the node's workers."""
 
-    def __init__(
-        self,
-        address: AgentAddress,
-        attach: Attach,
-        mail: WorkerMail,
-        on_fenced: Callable[[], object] = lambda: None,
-    ) -> None:
+    def __init__(self, address: AgentAddress, attach: Attach, mail: WorkerMail) -> None:
         self._mail = mail
-        self._on_fenced = on_fenced
         self._will_acknowledge = False
         self._silent_s = SILENT_S
         self._address = address
@@ -134,6 +126,10 @@ class NodeLink:
         await self._changed.wait_until(lambda: self._is_attached or self._error is not None)
         if self._error is not None:
             raise self._error
+
+    async def fenced(self) -> None:
+        """Waits until the agent obeys a later controller."""
+        await self._changed.wait_until(lambda: isinstance(self._error, JobFailedError))
 
     async def call(self, method: str, *args: Any) -> Any:
         """The result of one of the agent's methods; raises what it raises.
@@ -194,7 +190,6 @@ class NodeLink:
             async with asyncio.timeout(SILENT_S):
                 hello = await read_frame(reader)
             if hello.kind is FrameKind.FENCED:
-                self._on_fenced()
                 self.end(taken_over_error(pickle.loads(hello.payload)))
                 return
             self.hello = pickle.loads(hello.payload)

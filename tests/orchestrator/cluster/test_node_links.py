@@ -7,7 +7,7 @@ import os
 import pickle
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from queue import Empty, SimpleQueue
@@ -130,12 +130,9 @@ def agent(commands: Commands) -> Iterator[tuple[AgentServer, AgentAddress]]:
 
 @asynccontextmanager
 async def linked(
-    address: AgentAddress,
-    epoch: int = 0,
-    mail: WorkerMail | None = None,
-    on_fenced: Callable[[], object] = lambda: None,
+    address: AgentAddress, epoch: int = 0, mail: WorkerMail | None = None
 ) -> AsyncIterator[NodeLink]:
-    link = NodeLink(address, Attach(epoch, os.urandom(16)), mail or WorkerMail(), on_fenced)
+    link = NodeLink(address, Attach(epoch, os.urandom(16)), mail or WorkerMail())
     try:
         yield link
     finally:
@@ -256,9 +253,9 @@ async def test_end_of_the_process_ends_the_stream(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_one_controller_is_obeyed():
-    commands, fenced = Commands(), list[str]()
+    commands = Commands()
     with agent(commands) as (_, address):
-        async with linked(address, 4, on_fenced=lambda: fenced.append("first")) as first:
+        async with linked(address, epoch=4) as first:
             await within(first.attached())
             late = asyncio.ensure_future(first.call("wait"))
             await within(first.call("note", 1))
@@ -272,7 +269,7 @@ async def test_one_controller_is_obeyed():
                 commands.events.put("died")
                 assert await next_events(second, 1) == ["died"]
                 assert await within(second.call("note", 3)) == 3
-                assert fenced == ["first"]
+                await within(first.fenced())
             async with linked(address, epoch=4) as third:
                 with pytest.raises(JobFailedError, match="taken over"):
                     await within(third.attached())
