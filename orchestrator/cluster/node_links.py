@@ -112,7 +112,6 @@ class NodeLink:
     Args:
         mail: gets the messages of the node's workers.
         on_news: called with what `events` returns later; with nothing when a connection has ended.
-        on_fenced: called when the agent obeys a later controller.
     """
 
     def __init__(
@@ -121,11 +120,9 @@ class NodeLink:
         attach: Attach,
         mail: WorkerMail,
         on_news: Callable[[list[Any]], None] = lambda events: None,
-        on_fenced: Callable[[], object] = lambda: None,
     ) -> None:
         self._mail = mail
         self._on_news = on_news
-        self._on_fenced = on_fenced
         self._will_acknowledge = False
         self._silent_s = SILENT_S
         self._address = address
@@ -151,6 +148,10 @@ class NodeLink:
         await self._changed.wait_until(lambda: bool(self.hello or self._error))
         if self._error is not None:
             raise self._error
+
+    async def fenced(self) -> None:
+        """Waits until the agent obeys a later controller."""
+        await self._changed.wait_until(lambda: isinstance(self._error, JobFailedError))
 
     async def call(self, method: str, *args: Any) -> Any:
         """The result of one of the agent's methods; raises what it raises.
@@ -216,7 +217,6 @@ class NodeLink:
             async with asyncio.timeout(SILENT_S):
                 hello = await read_frame(reader)
             if hello.kind is FrameKind.FENCED:
-                self._on_fenced()
                 self.end(taken_over_error(pickle.loads(hello.payload)))
                 return
             self.hello = pickle.loads(hello.payload)
