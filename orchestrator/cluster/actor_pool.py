@@ -23,7 +23,7 @@ from rayzero.orchestrator.cluster import ray_api
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.errors import WorkerLostError
 from rayzero.orchestrator.policies.placement import Capacity, ResourceRequest, preferred_nodes
-from rayzero.workers.actor import COMMAND_THREADS
+from rayzero.workers.actor import ACTOR_THREADS
 from rayzero.workers.fork_server import worker_executable
 from rayzero.workers.lifetimes import NAMESPACE, group_of_id, owned_name, parse_owned
 from rayzero.workers.messages import WorkerInfo, WorkerSpec
@@ -277,7 +277,7 @@ class ActorPool:
             lifetime="detached",
             num_cpus=need.cpus,
             num_gpus=need.gpus,
-            max_concurrency=COMMAND_THREADS,
+            max_concurrency=ACTOR_THREADS,
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 reservation.group, placement_group_bundle_index=0

@@ -23,6 +23,7 @@ from rayzero.workers.agent.link import (
     FrameKind,
     Hello,
     Link,
+    NodeCommand,
     WorkerFrame,
     read_frame,
 )
@@ -56,6 +57,8 @@ class WorkerMail:
         self._subscribers: dict[int, MailReceiver | None] = {}
         self._early: dict[int, deque[bytes]] = {}
         self._unread: dict[object, list[bytes]] = {}  # batches, by the stream they came over
+        self.on_answer: Callable[[int, bytes], None] = lambda worker, payload: None
+        """Called with each answer to a command; one that is sent again comes again."""
 
     def subscribe(self, worker: int, receive: MailReceiver) -> None:
         """Calls `receive` with the index and each list of messages, those that came before
@@ -89,7 +92,10 @@ class WorkerMail:
             asyncio.get_running_loop().call_soon(self._read_slice)
 
     def deliver(self, frame: WorkerFrame) -> None:
-        worker, number, payload = frame
+        worker, number, payload, is_answer = frame
+        if is_answer:
+            self.on_answer(worker, payload)
+            return
         if number <= self._numbers.get(worker, 0):
             return
         self._numbers[worker] = number
@@ -101,10 +107,25 @@ class WorkerMail:
 
 class NodeLink:
     """The stream of one agent, from construction until `end`. Used from one event loop, in which
-    it owns a task. `mail` gets the messages of the node's workers."""
+    it owns a task.
 
-    def __init__(self, address: AgentAddress, attach: Attach, mail: WorkerMail) -> None:
+    Args:
+        mail: gets the messages of the node's workers.
+        on_news: called with what `events` returns later; with nothing when a connection has ended.
+        on_fenced: called when the agent obeys a later controller.
+    """
+
+    def __init__(
+        self,
+        address: AgentAddress,
+        attach: Attach,
+        mail: WorkerMail,
+        on_news: Callable[[list[Any]], None] = lambda events: None,
+        on_fenced: Callable[[], object] = lambda: None,
+    ) -> None:
         self._mail = mail
+        self._on_news = on_news
+        self._on_fenced = on_fenced
         self._will_acknowledge = False
         self._silent_s = SILENT_S
         self._address = address
@@ -122,9 +143,9 @@ class NodeLink:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     @property
-    def is_fenced(self) -> bool:
-        """Whether the agent obeys a later controller: its process is that one's."""
-        return isinstance(self._error, JobFailedError)
+    def is_connected(self) -> bool:
+        """Whether it has a connection now."""
+        return self._link.is_open
 
     async def attached(self) -> None:
         """Waits until the agent obeys. Raises as `call`."""
@@ -148,6 +169,10 @@ class NodeLink:
             return await reply
         finally:
             del self._replies[number]
+
+    def command(self, command: NodeCommand) -> None:
+        """Sends a command to workers of the node, whose messages have their answers."""
+        self._link.send(FrameKind.COMMAND, pickle.dumps(command, pickle.HIGHEST_PROTOCOL))
 
     async def events(self) -> list[Any]:
         """The events since the last call; waits until there are some, or the agent shows that it
@@ -180,6 +205,7 @@ class NodeLink:
                 await asyncio.sleep(RETRY_S)
             finally:
                 self._link.close()
+                self._on_news([])
 
     async def _serve_connection(self) -> None:
         """Connects, and receives until the connection's end, which it raises."""
@@ -191,6 +217,7 @@ class NodeLink:
             async with asyncio.timeout(SILENT_S):
                 hello = await read_frame(reader)
             if hello.kind is FrameKind.FENCED:
+                self._on_fenced()
                 self.end(taken_over_error(pickle.loads(hello.payload)))
                 return
             self.hello = pickle.loads(hello.payload)
@@ -227,6 +254,7 @@ class NodeLink:
                 if isinstance(events, Exception):  # that ended the agent's service
                     self.end(VaultLostError(str(events)))
                     return
+                self._on_news(events)
                 self._events += events
         self._acknowledge(len(frame.payload))
         self._news += 1

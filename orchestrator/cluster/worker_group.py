@@ -17,14 +17,14 @@ from ray.exceptions import RayActorError, RayError, RuntimeEnvSetupError
 
 from rayzero.orchestrator.aio import BackgroundTasks, Clock, PendingReplies, WorkerReports
 from rayzero.orchestrator.cluster import ray_api
-from rayzero.orchestrator.cluster.actor_calls import WorkerWatch
 from rayzero.orchestrator.cluster.actor_pool import ActorPool, WorkerHandle
-from rayzero.orchestrator.cluster.ray_api import ACTOR_LOST, NodeTable, death_cause
+from rayzero.orchestrator.cluster.ray_api import NodeTable, death_cause
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
+from rayzero.orchestrator.cluster.worker_commands import Call
+from rayzero.orchestrator.cluster.worker_watch import WorkerWatch
 from rayzero.orchestrator.errors import (
     JobFailedError,
     VaultLostError,
-    WorkerLostError,
     WorkerStartError,
 )
 from rayzero.orchestrator.policies.placement import (
@@ -35,6 +35,7 @@ from rayzero.orchestrator.policies.placement import (
     total_fit,
 )
 from rayzero.workers.actor import WorkerActor
+from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.messages import GenerationSpec, RankAssignment, WorkerInfo, WorkerSpec
 from rayzero.workers.vault.vault import Vault
 from rayzero.workers.worker_status import WorkerStatus
@@ -48,9 +49,8 @@ WAITING_INTERVAL_S = 5.0
 """After this time without enough reservations, and each time again, the job says what it waits for:
 Ray grants what is free within a second, and a person wonders after a few."""
 _EXTRA_WORKER_WAIT_S = 1.0  # how long to wait for one more worker once the minimum has been reached
+_PING_INTERVAL_S = 0.5  # while a worker's node has no agent
 _KILL_TIMEOUT_S = 1.0  # how long a vault may take to kill a process
-_OBJECT_STORE_WORKERS = 64
-"""From this number of workers on a generation's spec goes through the object store."""
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -91,7 +91,10 @@ class WorkerGroup:
         self._free_reservation = asyncio.Event()
         self._tasks = BackgroundTasks(self._started.put_nowait)  # `next_worker` raises their errors
         self._watch = WorkerWatch(
-            vaults.mail, lambda worker: self._pool.get(worker).actor.wait_end.remote()
+            vaults.mail,
+            vaults.commands,
+            self._node_of,
+            self._find_cause,
         )
 
     async def start_workers(
@@ -189,29 +192,24 @@ class WorkerGroup:
     async def call(self, worker: int, method: Callable[[Any, *Ts], T], *args: *Ts) -> T:
         """Calls `method`, one of `WorkerCalls` (`workers/calls.py`), in a worker's process, and
         raises what it raises; WorkerLostError if the process is gone."""
-        try:
-            reply: T = await self._call_actor(worker, method.__name__, *args)
-            return reply
-        except ACTOR_LOST as error:
-            raise WorkerLostError(death_cause(error)) from None
+        call = Call(method.__name__, args, in_order=False)
+        reply: T = await self._vaults.commands.call(worker, self._node_of(worker), call)
+        return reply
 
     def broadcast(
         self, workers: Iterable[int], method: Callable[[Any, *Ts], None], *args: *Ts
     ) -> PendingReplies:
-        """Calls `method`, one of `WorkerCalls`, in several workers' processes."""
-        return self._watch.broadcast(
-            workers, lambda worker: self._call_actor(worker, method.__name__, *args)
-        )
+        """Calls `method`, one of `WorkerCalls`, in several workers' processes; it runs after the
+        commands before it that were sent so."""
+        return self._watch.broadcast(workers, Call(method.__name__, args, in_order=True))
 
     def assign(
         self, formation: GenerationSpec, places: Mapping[int, RankAssignment]
     ) -> PendingReplies:
         """Starts a generation on these workers, each with its own rank."""
-        # It names a slot of every worker: serialized once, and fetched once for each node.
-        spec = formation if len(places) < _OBJECT_STORE_WORKERS else ray.put(formation)
-        return self._watch.broadcast(
-            places, lambda worker: self._call_actor(worker, "assign", spec, places[worker])
-        )
+        own = {worker: (place,) for worker, place in places.items()}
+        call = Call(WorkerCalls.assign.__name__, (formation,), in_order=True, own=own)
+        return self._watch.broadcast(places, call)
 
     def subscribe(self, workers: Iterable[int]) -> None:
         """Includes the messages of these workers, from their first one, in `receive`."""
@@ -243,16 +241,24 @@ class WorkerGroup:
             self._free_reservation.set()
 
     async def release(self) -> None:
-        """Ends all workers and removes all reservations, unless they are a later controller's. May
-        be called at any time, repeatedly."""
+        """Ends all workers and removes all reservations. May be called at any time, repeatedly."""
         self._watch.close()
         await self._tasks.cancel_all()
-        if not self._vaults.is_superseded:
-            await self._pool.remove_all()
+        await self._pool.remove_all()
 
-    def _call_actor(self, worker: int, method: str, *args: Any) -> Any:
-        """The reference to the reply."""
-        return self._pool.get(worker).actor.call.remote(method, *args)
+    def _node_of(self, worker: int) -> str:
+        return self._pool.get(worker).node_id
+
+    async def _find_cause(self, worker: int) -> str:
+        """The cause of the end of a worker's process, which Ray knows within a second; waits for
+        it."""
+        actor = self._pool.get(worker).actor
+        try:
+            while True:
+                await actor.ping.remote()
+                await self._clock.sleep(_PING_INTERVAL_S)
+        except RayError as error:
+            return death_cause(error)
 
     async def _collect_started(
         self, first: Sequence[WorkerHandle], on_failure: OnStartFailure | None

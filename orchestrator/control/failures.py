@@ -265,6 +265,7 @@ class FailureHandler:
         if not self._members.registry.is_alive(worker):
             return
         self._members.registry.leave_out(worker)
+        self._members.generation.forget(worker)
         self._kill(worker)
         self._events.warn(
             f"the job continues without rank {fault.rank}, whose function failed before its first "

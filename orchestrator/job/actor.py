@@ -8,9 +8,7 @@ has ended and a client has fetched the end.
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -28,6 +26,7 @@ from rayzero.orchestrator import machine
 from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.checkpoint_store import CheckpointStore
+from rayzero.orchestrator.cluster.node_links import SILENT_S
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 from rayzero.orchestrator.control.components import Dependencies
@@ -42,6 +41,7 @@ from rayzero.orchestrator.job.past_runs import (
     remove_summary,
     repeated_result,
 )
+from rayzero.orchestrator.job.process import end_fenced_process, tune_gc_and_switch_interval
 from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
 from rayzero.orchestrator.job.save_summary import save_summary
 from rayzero.orchestrator.job.takeover import Takeover, take_over
@@ -72,8 +72,6 @@ _START_POLL_S = 0.05
 _LOG_READER_IDLE_S = 1.5  # a reader that has not asked for this long has stopped
 _RECENT_POLL_S = 10.0
 _REPLY_FLUSH_S = 0.2  # between the last reply and the end of the process
-_GC_THRESHOLD = 50_000
-_SWITCH_INTERVAL_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -108,6 +106,7 @@ class JobActor:
         self._last_log_read_s = float("-inf")
         self._end_acknowledged = asyncio.Event()
         # Owned by this object; it ends with the process.
+        self._giving_up: asyncio.Task[None] | None = None
         self._main_task = self._loop.create_task(self._main())
 
     async def fetch_events(self, run: str, since: int, timeout_s: float) -> EventPage:
@@ -210,8 +209,6 @@ class JobActor:
     async def _end_leftovers(self) -> None:
         """Ends what the controller has not ended of this run, such as a worker that an earlier
         process started. What is left in spite of that ends itself."""
-        if self._vaults is not None and self._vaults.is_superseded:
-            return  # it is the later process's
         run = self._plan.worker_spec.run
         with suppress(RayError, TimeoutError):
             async with asyncio.timeout(RECORD_TIMEOUT_S):
@@ -248,7 +245,14 @@ class JobActor:
         """Another process owns the job's folder."""
         if self._run is not None:
             self._run.recorder.stop_journal()
-            self._run.controller.post_event(machine.FaultFatal(error))
+            self._giving_up = self._loop.create_task(self._give_up(self._run, error))
+
+    async def _give_up(self, run: JobRun, error: RayzeroError) -> None:
+        """Ends this process's workers and vaults, unless the other process has them: it is this
+        actor's, too, where Ray took this node for lost."""
+        if self._vaults is not None:
+            await self._vaults.ask_all(SILENT_S)
+        run.controller.post_event(machine.FaultFatal(error))
 
     def _write_folder_again(self) -> None:
         """The job's folder was removed, and is there again."""
@@ -260,7 +264,9 @@ class JobActor:
         plan = self._plan
         taken = await take_over(plan, self._begin_lease, self._warn)
         orphan_s = plan.spec.recovery.orphan_s
-        vaults = self._vaults = VaultGroup(plan.worker_spec, taken.epoch, orphan_s)
+        vaults = self._vaults = VaultGroup(
+            plan.worker_spec, taken.epoch, orphan_s, end_fenced_process
+        )
 
         def indices_from_first() -> Iterator[int]:  # asked once the vaults are attached
             yield from count(max(taken.first_index, vaults.last_worker + 1))
@@ -376,19 +382,3 @@ class JobActor:
             async with asyncio.timeout(LOG_READ_LINGER_S):
                 while self._clock.now() - self._last_log_read_s < _LOG_READER_IDLE_S:
                     await asyncio.sleep(_REPLY_FLUSH_S)
-
-
-def tune_gc_and_switch_interval() -> None:
-    """Prepares a process that only runs a job's controller; called after all imports.
-
-    Garbage collection: messages are in no reference cycles. At Python's default thresholds the
-    collector scans all modules and the state of the job so often that it took a fifth of the CPU
-    time of a large job's controller.
-
-    Threads: a scrape renders thousands of series in a thread of its own; at the default switch
-    interval the event loop would wait 5 ms for the GIL each time.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_GC_THRESHOLD, 20, 20)
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)

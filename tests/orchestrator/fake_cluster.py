@@ -156,6 +156,7 @@ class FakeCluster:
         self.versions: dict[int, int] = {}  # by generation, the newest step that all have mirrored
         self.messages: asyncio.Queue[tuple[int, WorkerOutput]] = asyncio.Queue()
         self.tasks: set[asyncio.Task[None]] = set()  # commands in progress
+        self.newest_command: asyncio.Task[None] | None = None
         self.beat_of: Callable[[int], Heartbeat] | None = None  # of a worker, at any time
         self.reading: frozenset[int] = frozenset()  # workers whose loaders read
         self.next_poll_s = 0.0  # when the next empty poll replies are due
@@ -268,10 +269,12 @@ class FakeCluster:
         assert assign is not None
         crash_step = process.step + 1 if step is None else step
         process.assign = None
+        has_loaded = process.ready and kind != "state"
         self.send(
             worker,
             Crashed(
                 *(assign.generation, assign.rank, kind, crash_step, error, "the user's frames"),
+                memory=self._memory(process) if has_loaded else None,
                 stays=kind == "collective" and self._stays(process),
             ),
         )
@@ -580,14 +583,21 @@ class FakeCluster:
         self, name: str, workers: Iterable[int], execute: Callable[[int], object]
     ) -> PendingReplies:
         replies = PendingReplies(workers)
-        task = asyncio.ensure_future(self._execute(name, replies, execute))
+        task = asyncio.ensure_future(self._execute(name, replies, execute, self.newest_command))
+        self.newest_command = task  # workers execute them in order
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         return replies
 
     async def _execute(
-        self, name: str, replies: PendingReplies, execute: Callable[[int], object]
+        self,
+        name: str,
+        replies: PendingReplies,
+        execute: Callable[[int], object],
+        before: asyncio.Task[None] | None,
     ) -> None:
+        if before is not None:
+            await asyncio.wait([before])
         await self.delay(name)
         for worker in sorted(replies.pending):
             process = self.processes[worker]
