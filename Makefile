@@ -5,6 +5,10 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 # A file's tests stay in one process (tests/support/sharing.py).
 BESIDE := --dist loadfile --no-loadscope-reorder
+# Where parts run side by side, each line of their output begins with the part's name.
+NAMED = $(if $(SIDE_BY_SIDE),| awk '{ print "$@: " $$0; fflush() }')
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 READY  := $(VENV)/.ready
 
 # Hundreds of processes start: each would compile our modules anew.
@@ -36,15 +40,14 @@ format: $(READY) ## format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 
 fast: $(READY) ## the tests that start no cluster
-	nice -n 5 $(PYTEST) -n 2 $(BESIDE) -m "not slow and not alone"
+	nice -n 5 $(PYTEST) -n 2 $(BESIDE) -m "not slow and not alone" $(NAMED)
 
 slow: $(READY) ## the tests that start clusters
-	$(PYTEST) -n 3 $(BESIDE) -m "slow and not alone"
+	$(PYTEST) -n 3 $(BESIDE) -m "slow and not alone" $(NAMED)
 
 # Slow tests wait for other processes half of the time, which the fast ones fill at a lower priority.
-# Each part prints when it ends.
 test: $(READY) ## everything: lint, fast and slow tests side by side, then those that run alone
-	+$(MAKE) --no-print-directory -j3 -Otarget lint fast slow
+	+$(MAKE) --no-print-directory -j3 SIDE_BY_SIDE=1 lint fast slow
 	$(PYTEST) -m alone
 
 nccl: $(READY) ## the fault suites once more, on a device and a process group that behave as NCCL's

@@ -115,7 +115,7 @@ def _find_left(head: DurableHead) -> list[str]:
     deadline_s = time.monotonic() + END_TIMEOUT_S
     while (left := head.processes(*TITLES)) and time.monotonic() < deadline_s:
         time.sleep(0.5)
-    return [f"{title} outlives the job" for title in left]
+    return [f"process {pid} outlives the job" for pid in left]
 
 
 def _check_training(episode: Plan, folder: Path) -> list[str]:

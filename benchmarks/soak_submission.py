@@ -213,6 +213,10 @@ class EventLogger:
             if cause:
                 self.recoveries.append(Recovery(f"({event.role} {cause})", now_s - lost_s, 0))
 
+    def ignore_fired(self) -> None:
+        """Attributes nothing to the faults that have fired so far."""
+        self._attributed = soak_job.read_fired(str(self._output_dir), self._control)
+
     def _on_repaired(self, event: Repaired) -> None:
         kind = "kill_vault" if event.cause == "rollouts" else self._cause(event.cause)
         has_copies = not (self._lost_vault and event.lost)
@@ -320,6 +324,7 @@ def main(arguments: list[str]) -> int:
     values, nodes = request["episode"], request["nodes"]
     episode = Plan(**(values | {"faults": tuple(values["faults"])}))
     log = EventLogger(path.parent / JOB_NAME, SoakControl.from_environment())
+    log.ignore_fired()
     deadline_s = time.monotonic() + timeout_s(episode)
     with connect_to_cluster(nodes, CPUS[nodes]) as cluster:
         error = run_job(episode, path.parent, log, cluster.replace_lost_nodes, deadline_s)

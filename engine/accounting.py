@@ -197,7 +197,7 @@ class StepWork:
 
     @contextmanager
     def track_backward(self, weight: float) -> Iterator[None]:
-        """Around a backward; `weight` is the micro-batch's share of the global batch."""
+        """Encloses a backward; `weight` is the micro-batch's share of the global batch."""
         tokens, flops = self._begin_backward(weight), self._forward_flops
         with _counter(enabled=self._is_due and flops is not None) as counter:
             yield

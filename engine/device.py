@@ -121,8 +121,8 @@ class Device:
         """Makes `stream` the calling thread's; it does not wait for the one before."""
         yield
 
-    def record_event(self, stream: Stream | None = None) -> Event:
-        """An event behind all that is enqueued on `stream`, by default the current one."""
+    def record_event(self) -> Event:
+        """An event behind all that is enqueued on the current stream."""
         return Event()
 
     def record_use(self, tensor: Tensor) -> None:
@@ -238,9 +238,9 @@ class CudaDevice(Device):
         finally:
             torch.accelerator.set_stream(before)
 
-    def record_event(self, stream: Any = None) -> Any:
+    def record_event(self) -> Any:
         event = torch.Event(self.torch_device)
-        event.record(self.current_stream() if stream is None else stream)
+        event.record(self.current_stream())
         return event
 
     def record_use(self, tensor: Tensor) -> None:

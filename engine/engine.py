@@ -284,7 +284,7 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
 
     @contextmanager
     def clipping_to(self, max_norm: float) -> Iterator[None]:
-        """Within it `step()` clips to this L2 norm in place of the config's; 0: never."""
+        """Makes `step()` in its body clip to this L2 norm, not to the config's; 0: never."""
         settings = self._step.settings
         config = settings.config.model_copy(update={"gradient_clipping": max_norm})
         self._step.settings = replace(settings, config=config)

@@ -172,7 +172,7 @@ class StepMeter:
         self._data_wait_s = self._progress.data_wait_s
 
     def open_monitors(self) -> None:
-        """The monitors are rank 0's: those of the rank that this one is now."""
+        """Opens the monitors anew for this process's present rank: only rank 0 has any."""
         rank = self._runtime.collectives.rank
         if rank != self.monitors.rank:
             self.monitors.close()

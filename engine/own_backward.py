@@ -34,7 +34,7 @@ of its micro-batch. Other engines whose models the loss has gone through get gra
 
 @contextmanager
 def scaled_by(factor: float) -> Iterator[None]:
-    """Around the backward of an engine's loss that was multiplied by this, and its weight."""
+    """Encloses the backward of a loss that an engine multiplied by `factor` and its weight."""
     _put_in.append(factor)
     try:
         yield
@@ -43,7 +43,7 @@ def scaled_by(factor: float) -> Iterator[None]:
 
 
 def factor_of_other() -> float | None:
-    """What another engine whose loss brings gradients has put in; None if none does."""
+    """The factor of another engine whose loss brings gradients; None if there is none."""
     return _put_in[-1] if _put_in else None
 
 

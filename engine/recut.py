@@ -260,7 +260,7 @@ class KeptSource(StateSource):
         return memory[start : start + nbytes // memory.itemsize]
 
     def drop(self, names: Container[str]) -> None:
-        """Frees what is held of these tensors: nothing reads it any more."""
+        """Frees the held ranges of these tensors, which nothing reads any more."""
         for ranges, number in self._by_ranges.items():
             if ranges[0].name in names:
                 self._memories[number] = None

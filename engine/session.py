@@ -167,7 +167,7 @@ class HostSession:
         """This rank has trained on these samples of the loader: before the vote of their step."""
 
     def on_samples_skipped(self, samples: Sequence[int]) -> None:
-        """Those of the samples just reported that were left out."""
+        """Samples among those of `on_samples_consumed` that were left out of training."""
 
     def step_requests(self) -> StepRequests:
         """This rank's requests for the vote of the current step."""

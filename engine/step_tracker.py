@@ -131,7 +131,7 @@ class StepTracker:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around one backward. If it fails, the script may call it again."""
+        """Encloses one backward. If that fails, the script may call it again."""
         self.begin_backward()
         try:
             yield
@@ -162,7 +162,7 @@ class StepTracker:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Around the update at the end of a step. If it fails, its gradients are still held."""
+        """Encloses the update at the end of a step. If that fails, gradients are still held."""
         self.phase = StepPhase.UPDATING
         try:
             yield

@@ -42,12 +42,12 @@ def swap_tensors(first: Tensor, second: Tensor) -> None:
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:
-    """Within it operators run without the modes that are entered around it."""
+    """Runs operators in its body without the dispatch modes that were entered outside."""
     return _disable_current_modes()
 
 
 def without_torch_functions() -> AbstractContextManager[Any]:
-    """Within it subclasses of tensors are plain tensors."""
+    """Treats subclasses of tensors as plain tensors in its body."""
     return torch._C.DisableTorchFunctionSubclass()
 
 

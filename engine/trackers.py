@@ -29,7 +29,7 @@ _MLFLOW_INVALID = re.compile(r"[^\w\-. /:]")
 
 
 def is_installed(package: str) -> bool:
-    """Not if it is only a folder of that name, as wandb leaves in a project."""
+    """False for a mere folder of that name, as wandb leaves in a project."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 

@@ -44,7 +44,7 @@ class WriteQueue:
                 self.changed.notify_all()
 
     def wake(self) -> None:
-        """Calls `write`, which knows what is new, once after this, even if it is running now."""
+        """Makes the thread call `write` once more, even if a call is running now."""
         with self.changed:
             if len(self.items) < 2:
                 self.put(None)

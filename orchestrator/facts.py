@@ -146,7 +146,7 @@ class JobFacts:
 
     @property
     def steps(self) -> int | None:
-        """The step at which it ends; None if it has none."""
+        """The step at which the run ends; None without a limit."""
         steps = self.spec.get("steps")
         if isinstance(steps, int) and not isinstance(steps, bool) and 0 <= steps <= MAX_COUNT:
             return steps

@@ -86,7 +86,7 @@ class JobPlan:
 
     @property
     def rollout_chain(self) -> tuple[str, ...]:
-        """The roles that make rollouts, each from what the one before makes."""
+        """The roles that make rollouts, in order: each takes the output of the previous role."""
         return tuple(rollout_stages(self.spec))
 
     @property

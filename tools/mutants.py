@@ -20,6 +20,7 @@ import difflib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -53,7 +54,7 @@ _OTHER_OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Mod: ast.FloorDiv,
 }
 _NOT_TRIED = ("annotation", "returns", "decorator_list", "type_comment")
-_FAILURES = ("FAILED ", "ERROR ")
+_FAILURE = re.compile(r"^(?:FAILED|ERROR) (\S+\.py::.+?)(?: - .*)?$", re.MULTILINE)
 _LOG_NAMES = ("log", "_log", "logger", "_logger", "logging", "warnings")
 
 
@@ -250,8 +251,8 @@ def failing(tests: list[str], copy: Path, limit_s: float, processes: int) -> str
         return None
     if run.returncode in (0, 5):  # 5: no test was selected
         return ""
-    failed = (line.split()[1] for line in output.splitlines() if line.startswith(_FAILURES))
-    return next(failed, f"exit code {run.returncode}")
+    failed = _FAILURE.search(output)
+    return f"exit code {run.returncode}" if failed is None else failed[1]
 
 
 def main(arguments: list[str] | None = None) -> None:

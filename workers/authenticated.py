@@ -71,7 +71,7 @@ class AuthenticatedServer(ABC):
         or EOFError; on the server's thread."""
 
     def admit(self, secret: bytes) -> None:
-        """Serves the clients that know `secret`; those that have connected before wait for this."""
+        """Begins to serve clients that know `secret`, also those that connected before."""
         self._secret = secret
         self.call_soon(self._admits.set)
 

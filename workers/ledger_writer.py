@@ -44,7 +44,7 @@ class LedgerWriter:
         self._ledger.add_samples(samples)
 
     def add_skipped(self, samples: Sequence[int]) -> None:
-        """Those of them that were left out."""
+        """Samples among the added ones that were left out of training."""
         self._ledger.add_skipped(samples)
 
     def write_step(self, step: int) -> None:

@@ -29,7 +29,7 @@ class UserProcess:
 
     @property
     def log_number(self) -> int:
-        """Of this process in the log: its rank, or its number in its role."""
+        """The number of this process in the log: its rank, or its number in its role."""
         raise NotImplementedError
 
     def status(self, info: WorkerInfo, group: str) -> WorkerStatus:

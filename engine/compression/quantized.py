@@ -114,7 +114,7 @@ class CollectiveSequencer:
 
 
 class CodecContext:
-    """What all quantized reductions of an engine share."""
+    """The settings and buffers that all quantized reductions of an engine share."""
 
     def __init__(self, codec: Codec, collectives: Collectives, device: torch.device) -> None:
         self.codec = codec

@@ -25,7 +25,7 @@ from rayzero.engine.errors import ConfigError
 
 
 def is_wrapper(tensor: Any) -> bool:
-    """Whether it has no memory of its own: a tensor subclass that is made of other tensors."""
+    """Whether a tensor has no memory of its own: a subclass that is made of other tensors."""
     return bool(is_traceable_wrapper_subclass(tensor))
 
 

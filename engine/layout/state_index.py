@@ -131,7 +131,7 @@ class StateSource(ABC):
         """Raises DataError if the bytes of a registered block are damaged."""
 
     def tensor(self, block: int, offset: int, nbytes: int) -> Tensor | None:
-        """Those bytes as a view; None if the block is to be read. Called once for each read."""
+        """The wanted bytes as a view; None if the block is to be read. Called once a read."""
         return None
 
     def take(

@@ -169,7 +169,7 @@ class OneBitLamb(Lamb, MomentumReduced):
         return self._segment_updates(tensor, grad, group["lr"])
 
     def _trust_ratios(self, updates: Sequence[LambUpdate]) -> Tensor:
-        """The warm-up's, of which means are kept, then those that follow the factors."""
+        """Lamb's trust ratios during warm-up, whose means are kept; later from the factors."""
         mean, last = self._coefficients.unbind()
         if not self._frozen:
             ratios = super()._trust_ratios(updates)

@@ -130,7 +130,7 @@ class MemoryPlanner:
 
 
 def _innermost_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks that stage 3 gathers, without those that contain other blocks."""
+    """The blocks that stage 3 gathers and that contain no other block."""
     params = name_params(model, {})
     blocks = {plan.module for plan in plan_blocks(model, params, (), 1) if plan.module is not None}
     return [

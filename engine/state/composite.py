@@ -91,7 +91,7 @@ class CompositeState:
 
     @property
     def device(self) -> Device:
-        """That of the first engine: one process has one."""
+        """The device of the first engine: all engines of a process share one."""
         return self._first.device
 
     @property

@@ -218,7 +218,7 @@ class Materializer:
         return self._value_from_reset(tensor)
 
     def clear(self) -> None:
-        """Drops this model's recordings once it is materialized, but what other models need."""
+        """Drops recordings of a materialized model, except those that other models need."""
         _recorder.forget(self._modules)
         for key in [key for key in _files if not _recorder.has_recorded(key)]:
             del _files[key]

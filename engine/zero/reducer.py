@@ -28,7 +28,7 @@ def no_backward() -> bool:
 
 
 class BackwardPass:
-    """The backward that runs, if one does: the engine's, or one that the script runs itself.
+    """The running backward, if there is one: `engine.backward()`, or the script's own.
 
     Attributes:
         collects: it has reached gradients of parameters, which the reducer takes.

@@ -80,7 +80,7 @@ class ZeroRuntime:
 
     @contextmanager
     def backward_pass(self, *, first: bool, last: bool) -> Iterator[None]:
-        """Around autograd's backward of one micro-step; `first` and `last` of its step."""
+        """Encloses autograd's backward of one micro-step; `first` and `last` of its step."""
         self.begin_backward(lambda: True)
         self.reducer.begin_backward(first=first, last=last)
         try:
@@ -146,7 +146,7 @@ class ZeroRuntime:
 
     @contextmanager
     def _rescaling_residuals(self) -> Iterator[LossScaler]:
-        """Around a change of the loss scale: residuals are in units of scaled gradients."""
+        """Encloses a change of the loss scale: residuals are in units of scaled gradients."""
         scaler = self.precision.scaler
         before = scaler.value
         yield scaler

@@ -338,7 +338,7 @@ def _row(job: JobStatus, now_s: float) -> tuple[str, ...]:
 
 
 def _remark(job: JobStatus) -> str:
-    """Why it failed; of a lost job, what brings it back."""
+    """Why a failed job failed, or the command that resumes a lost job."""
     if job.state is None:
         step = job.checkpoint_step
         origin = "starts from scratch" if step is None else f"continues from step {step}"

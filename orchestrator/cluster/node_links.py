@@ -112,7 +112,6 @@ class NodeLink:
     Args:
         mail: gets the messages of the node's workers.
         on_news: called with what `events` returns later; with nothing when a connection has ended.
-        on_fenced: called when the agent obeys a later controller.
     """
 
     def __init__(
@@ -121,11 +120,9 @@ class NodeLink:
         attach: Attach,
         mail: WorkerMail,
         on_news: Callable[[list[Any]], None] = lambda events: None,
-        on_fenced: Callable[[], object] = lambda: None,
     ) -> None:
         self._mail = mail
         self._on_news = on_news
-        self._on_fenced = on_fenced
         self._will_acknowledge = False
         self._silent_s = SILENT_S
         self._address = address
@@ -135,9 +132,8 @@ class NodeLink:
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._events: list[Any] = []
         self._news = 0  # frames since the last `events`
-        self.hello = Hello(-1)
+        self.hello: Hello | None = None
         """The agent's, once it obeys."""
-        self._is_attached = False
         self._error: Exception | None = None
         self._changed = ChangeNotifier()
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -149,9 +145,13 @@ class NodeLink:
 
     async def attached(self) -> None:
         """Waits until the agent obeys. Raises as `call`."""
-        await self._changed.wait_until(lambda: self._is_attached or self._error is not None)
+        await self._changed.wait_until(lambda: bool(self.hello or self._error))
         if self._error is not None:
             raise self._error
+
+    async def fenced(self) -> None:
+        """Waits until the agent obeys a later controller."""
+        await self._changed.wait_until(lambda: isinstance(self._error, JobFailedError))
 
     async def call(self, method: str, *args: Any) -> Any:
         """The result of one of the agent's methods; raises what it raises.
@@ -217,12 +217,10 @@ class NodeLink:
             async with asyncio.timeout(SILENT_S):
                 hello = await read_frame(reader)
             if hello.kind is FrameKind.FENCED:
-                self._on_fenced()
                 self.end(taken_over_error(pickle.loads(hello.payload)))
                 return
             self.hello = pickle.loads(hello.payload)
             self._link.open(writer.write, hello.acknowledged)
-            self._is_attached = True
             self._changed.notify()
             async with asyncio.timeout(self._silent_s) as limit:
                 while True:

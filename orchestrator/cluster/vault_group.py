@@ -42,14 +42,14 @@ class _NodeVault:
     Args:
         opening: makes its stream. It is not cancelled, which would cancel those that wait: the end
             of the process or of the stream ends it.
-        life: waits for its end by Ray, which knows the cause.
+        life: waits for its end by Ray, which knows the cause, and for a later controller.
     """
 
     actor: Any
     address: AgentAddress | None = None
     link: NodeLink | None = None
     opening: asyncio.Task[str] = field(init=False)
-    life: asyncio.Task[None] | None = None
+    life: asyncio.Future[Any] | None = None
     ended: bool = False
 
     def end(self, cause: str) -> None:
@@ -118,10 +118,9 @@ class VaultGroup:
             if not isinstance(reply, str):
                 self._remove(node, found, "it did not answer")
         self.attached = tuple(self._vaults)
-        links = (vault.link for vault in self._vaults.values())
-        self.last_worker = max(
-            (link.hello.last_worker for link in links if link is not None), default=-1
-        )
+        links = [it.link for it in self._vaults.values() if it.link is not None]
+        heard = [link.hello.last_worker for link in links if link.hello is not None]
+        self.last_worker = max(heard, default=-1)
 
     def start(self, node_id: str) -> None:
         """Starts a vault on a node that has none, without waiting for it."""
@@ -259,9 +258,11 @@ class VaultGroup:
         if vault.ended:
             raise VaultLostError("it was closed")
         on_news = partial(self.commands.on_news, node_id)
-        vault.link = NodeLink(vault.address, self._attach, self.mail, on_news, self._on_fenced)
+        vault.link = NodeLink(vault.address, self._attach, self.mail, on_news)
         self.commands.send_again(node_id)
-        vault.life = asyncio.create_task(self._watch(vault.actor, vault.link))
+        vault.life = asyncio.gather(
+            self._watch(vault.actor, vault.link), self._await_fence(vault.link)
+        )
         await vault.link.attached()
         return vault.address.vault
 
@@ -275,6 +276,10 @@ class VaultGroup:
             except RayError as error:
                 link.end(VaultLostError(death_cause(error)))
                 return
+
+    async def _await_fence(self, link: NodeLink) -> None:
+        await link.fenced()
+        self._on_fenced()
 
     def _remove(self, node_id: str, vault: _NodeVault, cause: str) -> None:
         if self._vaults.get(node_id) is vault:

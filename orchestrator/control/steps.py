@@ -54,7 +54,7 @@ class StepReports:
         self._versions.start_generation(generation)
         members = tuple(generation.assignments)
         self._speeds.start_generation(members)
-        return self._balancer.start_generation(members, self._speeds.samples_per_s(members))
+        return self._balancer.start_generation(members, self._speeds.shares_per_s(members))
 
     def continue_generation(
         self, generation: GenerationState, told: int, step: int, shares: tuple[float, ...]
@@ -110,7 +110,7 @@ class StepReports:
         shares = self._balancer.on_step_finished(
             record.step_s,
             int(record.gauges.get("step_samples", 0)),
-            lambda: self._speeds.samples_per_s(members),
+            lambda: self._speeds.shares_per_s(members),
         )
         if shares and not generation.fenced:
             self._calls.broadcast(generation.active, WorkerCalls.divide, generation.number, shares)

@@ -244,7 +244,7 @@ class JobHandle:
         atexit.unregister(self._at_exit)
 
     def _newest(self, kind: type[T]) -> T | None:
-        """The newest event of that kind, among those that are kept."""
+        """The newest kept event of that kind."""
         with self._events_changed:
             events = list(self._events.since(0))
         return next((event for event in reversed(events) if isinstance(event, kind)), None)

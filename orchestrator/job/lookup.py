@@ -101,7 +101,7 @@ def check_journal_owner(path: str, name: str) -> None:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Whether it is the group of this user alone, as many systems create for each user."""
+    """Whether `gid` is the group of this user alone, as many systems create for each user."""
     try:
         user, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(gid)
     except KeyError:

@@ -28,7 +28,7 @@ class RankMetrics:
         return self.report.gauges.get(name) if self.report is not None else None
 
     def add_traffic(self, totals: defaultdict[str, float]) -> None:
-        """Adds what this rank's engine has moved since it was built."""
+        """Adds the bytes that this rank's engine has communicated since it was built."""
         if self.report is not None:
             gauges = self.report.gauges
             for name in _traffic_names(tuple(gauges)):

@@ -17,6 +17,7 @@ MIN_SHARE, MAX_SHARE = 0.25, 2.0
 MIN_GAIN = 0.05
 """Fraction of a step's compute time that new shares must save to replace the current ones."""
 
+_MAX_NAMED = 8  # ranks in a text
 _BISECTIONS = 60  # more than a float has bits
 
 
@@ -123,15 +124,15 @@ def balance_shares(
     return tuple(best) if gains else tuple(current)
 
 
-def describe_shares(shares: Sequence[float], most: int = 8) -> str:
+def describe_shares(shares: Sequence[float]) -> str:
     """Says which ranks have fewer samples than an even share, those with the fewest first."""
     ranks = len(shares)
     slow = sorted((share * ranks, rank) for rank, share in enumerate(shares))
     few = [f"rank {rank} has {share:.2f}" for share, rank in slow if share < 1 - MIN_GAIN]
     if not few:
         return "the samples of a step are divided evenly again"
-    more = f" and {len(few) - most} others less" if len(few) > most else ""
-    return f"samples follow speed: {', '.join(few[:most])}{more} of an even share"
+    more = f" and {len(few) - _MAX_NAMED} others less" if len(few) > _MAX_NAMED else ""
+    return f"samples follow speed: {', '.join(few[:_MAX_NAMED])}{more} of an even share"
 
 
 def _slowest_rank_s(shares: Sequence[float], speeds: Sequence[float]) -> float:

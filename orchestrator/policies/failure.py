@@ -158,7 +158,7 @@ def root_cause(faults: Sequence[Fault]) -> Fault:
 def faults_in_budget(
     faults: Iterable[Fault], causes: Collection[FaultCause], budget: FaultBudget, now_s: float
 ) -> list[Fault]:
-    """The faults that count against the budget of these causes: those of members."""
+    """The faults of members with these causes, which count against the budget."""
     members = [fault for fault in faults if fault.rank is not None]
     return incidents(members, causes, now_s - budget.window_s)
 
@@ -309,7 +309,7 @@ def _equal_exits_error(exits: Sequence[Fault]) -> JobFailedError:
 
 
 def _is_same_loss(root: Fault, earlier: Sequence[Fault]) -> bool:
-    """Whether the last losses were all like this one; of one generation, one counts."""
+    """Whether all recent losses resemble this one; at most one loss of a generation counts."""
     lost = root.cause in (FaultCause.PROCESS_LOST, FaultCause.DEVICE)
     if not (lost or root.place) or not root.step or root.rank is None:
         return False

@@ -69,7 +69,7 @@ CHECKS: Mapping[str, Check] = {
 
 @dataclass(frozen=True)
 class FailedCheck:
-    """A check that a node fails. `is_relative`: it is a speed, which may be another one later."""
+    """A failed check of a node. `is_relative`: compared with other nodes' speeds, which change."""
 
     text: str
     fix: str

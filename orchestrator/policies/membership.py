@@ -156,7 +156,7 @@ class WorkerRegistry(ObservedState):
         return self._all[worker]
 
     def owns_process(self, worker: int, pid: int) -> bool:
-        """Whether that is this worker's process, and not one of an earlier job."""
+        """Whether `pid` is this worker's process, not a process of an earlier job."""
         return worker in self._all and self._all[worker].pid == pid
 
     def is_alive(self, worker: int) -> bool:
@@ -203,7 +203,7 @@ class WorkerRegistry(ObservedState):
         return [it for it, call in calls.items() if not stays or call.state is CallState.RUNNING]
 
     def calls_of(self, workers: Iterable[int]) -> list[FunctionCall]:
-        """The calls of their training functions, of those in which one was called."""
+        """The calls of the training function of those workers that have had one."""
         return [self.calls[worker] for worker in workers if worker in self.calls]
 
     def set_state(self, worker: int, state: CallState, *, keeps_rank: bool = False) -> None:

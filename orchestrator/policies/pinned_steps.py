@@ -1,4 +1,4 @@
-"""Steps that the vaults keep for checkpoints: which are complete, and which may be released."""
+"""Steps pinned in the vaults for checkpoints: which are complete, and which may be released."""
 
 from __future__ import annotations
 

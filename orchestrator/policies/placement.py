@@ -178,7 +178,7 @@ class FunctionCall:
         return self.state is CallState.WAITING
 
     def fits(self, rank: int, world_size: int) -> bool:
-        """Whether it can continue with that rank of so many."""
+        """Whether the function can continue with that rank of so many."""
         bound = self.is_ahead or (self.is_waiting and self.keeps_rank)
         return not bound or (self.rank, self.world_size) == (rank, world_size)
 

@@ -27,7 +27,7 @@ _CONSECUTIVE_STEPS = 10  # steps in a row that must agree before a change is rep
 class _WorkerSamples:
     def __init__(self) -> None:
         self.compute_s: deque[float] = deque(maxlen=WINDOW_STEPS)
-        self.samples_per_s: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self.shares_per_s: deque[float] = deque(maxlen=WINDOW_STEPS)
         self.median_s: float | None = None
         """Of `compute_s`, once there are enough steps."""
         self.slow = False
@@ -74,11 +74,11 @@ class SpeedTracker:
         # Compute time is without the time that the worker waited for others. One that has fewer
         # samples because it is slow stays slow: what counts is the time that an even share takes.
         compute_s = gauges["step_s"] - gauges["exposed_comm_s"]
-        return self.add_step(worker, compute_s / relative_share, 1)
+        return self.add_step(worker, compute_s / relative_share)
 
-    def add_step(self, worker: int, compute_s: float, samples: float) -> str:
-        """A worker finished a step with that many samples. Returns a message if it became steadily
-        slow, or fast again, else "".
+    def add_step(self, worker: int, compute_s: float) -> str:
+        """A worker finished a step, for whose even share it takes `compute_s`. Returns a message if
+        it became steadily slow, or fast again, else "".
 
         A step without a compute time was not measured, and is skipped.
         """
@@ -86,8 +86,7 @@ class SpeedTracker:
         if compute_s <= 0:
             return ""
         record.compute_s.append(compute_s)
-        if samples > 0:
-            record.samples_per_s.append(samples / compute_s)
+        record.shares_per_s.append(1 / compute_s)
         if len(record.compute_s) < WINDOW_STEPS:
             return ""
         if record.median_s is not None:
@@ -103,12 +102,12 @@ class SpeedTracker:
         ratio = record.median_s / others_s
         return f"worker {worker} is {ratio:.1f} times slower than the others: {times}"
 
-    def samples_per_s(self, workers: Sequence[int]) -> tuple[float | None, ...]:
-        """Measured samples per compute second; None for a worker with too few steps."""
+    def shares_per_s(self, workers: Sequence[int]) -> tuple[float | None, ...]:
+        """Even shares of a step per compute second; None for a worker with too few steps."""
         records = (self._workers.get(worker) for worker in workers)
         return tuple(
-            median(record.samples_per_s)
-            if record is not None and len(record.samples_per_s) >= _CONSECUTIVE_STEPS
+            median(record.shares_per_s)
+            if record is not None and len(record.shares_per_s) >= _CONSECUTIVE_STEPS
             else None
             for record in records
         )

@@ -47,7 +47,7 @@ class EqualLosses:
         self._is_over = False
 
     def add_report(self, report: StepReport, world_size: int) -> str:
-        """The warning that this report leads to; empty without one. At most one in a job."""
+        """Returns a warning if equal losses are found, else an empty text; at most one in a job."""
         loss = report.gauges.get("rank_loss")
         if self._is_over or loss is None or world_size == 1:
             return ""

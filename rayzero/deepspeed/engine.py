@@ -69,7 +69,7 @@ class DeepSpeedEngine(nn.Module):
         raise refused_attribute(owner, "DeepSpeedEngine", name, dir(self))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute of the engine, where it is one that this class does not define."""
+        """Sets on the engine the attributes that it has and this class does not define."""
         is_own = hasattr(type(self), name) or not hasattr(self._engine, name)
         object.__setattr__(self if is_own else self._engine, name, value)
 

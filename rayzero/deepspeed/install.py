@@ -117,7 +117,7 @@ _ANY = DistributionFinder.Context()
 
 
 class _Finder(DistributionFinder):
-    """Refuses submodules that the table does not have, naming those that it has."""
+    """Refuses submodules that are not in the table; the error lists the known ones."""
 
     def find_distributions(
         self, context: DistributionFinder.Context = _ANY

@@ -193,7 +193,7 @@ class SeveralSteps:
         loss.backward(**options)
 
     def of(self, parameters: Sequence[Any]) -> ScriptedSteps:
-        """Those of the engine that has all of these. Raises ConfigError if none has."""
+        """The steps of the engine that has all `parameters`. Raises ConfigError if none has."""
         wanted = {id(it) for it in parameters}
         for steps in self.each:
             if wanted <= {id(it) for it in steps.engine.module.parameters()}:
@@ -207,7 +207,8 @@ class SeveralSteps:
         return self.each[0].get_global_grad_norm()
 
     def check_stepped(self) -> None:
-        """As of `ScriptedSteps`: one's gradients may be left, which another one's loss brought."""
+        """Raises as `ScriptedSteps` if all engines have a step due: one alone may keep gradients
+        that another engine's loss brought."""
         if all(steps.engine.step_is_due for steps in self.each):
             self.each[0].check_stepped()
 

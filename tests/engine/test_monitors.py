@@ -133,8 +133,9 @@ def test_wandb_continues_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_comet_gets_values_at_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, Any]] = []
     logged: list[Any] = []
+    names: list[str] = []
     experiment = SimpleNamespace(
-        set_name=lambda name: None,
+        set_name=names.append,
         get_key=lambda: "key",
         log_metric=lambda name, value, step: logged.append((step, name)),
     )
@@ -148,6 +149,7 @@ def test_comet_gets_values_at_its_interval(monkeypatch: pytest.MonkeyPatch) -> N
     train(config, range(3, 4), [Block.of(engine)])
     assert [it["experiment_key"] for it in started] == [None, "key"]
     assert started[1]["mode"] == "get_or_create"
+    assert names == ["n", "n"]
 
 
 @pytest.mark.parametrize(("section", "package"), [("wandb", "wandb"), ("comet", "comet_ml")])

@@ -32,7 +32,11 @@ from rayzero.orchestrator.errors import (
     WorkerLostError,
     WorkerStartError,
 )
-from rayzero.orchestrator.policies.attachment import newest_member
+from rayzero.orchestrator.policies.attachment import (
+    Attachment,
+    find_attachment,
+    newest_member,
+)
 from rayzero.orchestrator.policies.placement import ResourceRequest
 from rayzero.orchestrator.policies.recovery import CheckpointRef
 from rayzero.workers.chaos.spec import FaultSpec
@@ -61,7 +65,7 @@ from rayzero.workers.rollouts.ledger import RolloutLedger, RolloutPlan
 from rayzero.workers.stacks import Stacks
 from rayzero.workers.vault.health import HealthReport
 from rayzero.workers.vault.records import ConnectionLost, SlotInfo, SlotRef, VaultGoneError
-from rayzero.workers.worker_status import GenerationRecord, WorkerStatus
+from rayzero.workers.worker_status import GenerationRecord
 
 WorkerOutput = list[WorkerMessage] | WorkerLostError
 
@@ -180,8 +184,8 @@ class FakeCluster:
         self.joining.put_nowait(info)
         return info.index
 
-    def lose_controller(self) -> list[WorkerStatus]:
-        """Keep what the controller has not received for the next one, which asks the workers."""
+    def lose_controller(self) -> None:
+        """Keep what the controller has not received for the next one."""
         for task in self.tasks:
             task.cancel()
         for process in self.processes.values():
@@ -190,18 +194,21 @@ class FakeCluster:
             worker, output = self.messages.get_nowait()
             if isinstance(output, list):
                 self.processes[worker].unsent.append(output)
-        self.messages = asyncio.Queue()
-        self.joining = asyncio.Queue()
+        self.messages, self.joining = asyncio.Queue(), asyncio.Queue()
+        self.next_poll_s = 0.0
+
+    def find_attachment(self) -> Attachment | None:
+        """What the next controller finds, which ends workers that do not answer."""
         self.vaults.attached = tuple(self.vaults.by_node)
-        return [
+        statuses = [
             process.record.status(process.info, "", process.drain or process.leaving)
             for process in self.processes.values()
-            if process.alive
+            if process.alive and not process.unresponsive
         ]
-
-    def adopted_members(self, statuses: Sequence[WorkerStatus]) -> tuple[WorkerInfo, ...]:
         newest = newest_member(statuses)
-        return () if newest is None else self.processes[newest.info.index].record.members
+        if newest is None:
+            return None
+        return find_attachment(statuses, self.processes[newest.info.index].record.members)
 
     def resume(self, need: ResourceRequest) -> None:
         self.resized.append((need.min_workers, need.max_workers))

@@ -40,7 +40,7 @@ from rayzero.orchestrator.journal.files import JournalFiles
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.plan import JobPlan, make_plan
-from rayzero.orchestrator.policies.attachment import Attachment, find_attachment
+from rayzero.orchestrator.policies.attachment import Attachment
 from rayzero.orchestrator.policies.recovery import CheckpointRef
 from rayzero.orchestrator.results import JobResult
 from rayzero.orchestrator.spec import JobSpec
@@ -261,14 +261,13 @@ class Harness:
         past = changes.pop("past", None) or reread(self.events.facts)
         self.run.cancel()
         await settle()
-        _JOBS.get([]).remove(self)
-        cluster = self.cluster
-        cluster.lose_controller()
+        if self in _JOBS.get([]):
+            _JOBS.get().remove(self)
+        self.cluster.lose_controller()
         between()
-        statuses = cluster.lose_controller()
-        found = find_attachment(statuses, cluster.adopted_members(statuses))
+        found = self.cluster.find_attachment()
         assert found is not None
-        return Harness(folder, cluster, self.store, past, found=found, **changes)
+        return Harness(folder, self.cluster, self.store, past, found=found, **changes)
 
     def check_waiters(self) -> None:
         """Fails if a state change did not wake a coroutine that waits for it."""

@@ -22,6 +22,9 @@ from tests.support.token_head import OBJECT_STORE_BYTES, ROOT, START_TIMEOUT_S, 
 _MARK = "RAYZERO_DURABLE_HEAD"
 _RAY = str(Path(sys.executable).parent / "ray")
 _STARTED = "Ray runtime started"
+START_ATTEMPTS = 4
+"""Ray gives its own processes 30 s to start, which they may miss on a busy machine."""
+_UNSHARE = "unshare", "--mount", "--propagation", "slave"
 _BIND = 'mount --bind "$0" /proc/sys/kernel/random/boot_id && exec "$@"'
 
 
@@ -60,7 +63,6 @@ class DurableHead:
             as_other_machine: its processes see another boot id, and cannot know whether those of
                 the lost one live. Needs root and `unshare`.
         """
-        (self._session / "ray_current_cluster").unlink(missing_ok=True)  # `ray start` refuses
         port = self.address.rpartition(":")[2]
         words = (
             *("--head", "--no-monitor", "--include-log-monitor=false", "--num-cpus=0"),
@@ -73,16 +75,7 @@ class DurableHead:
         if as_other_machine:
             boot_id = self._session / "boot_id"
             boot_id.write_text(f"{uuid.uuid4()}\n")
-            other = (
-                "unshare",
-                "--mount",
-                "--propagation",
-                "slave",
-                "sh",
-                "-c",
-                _BIND,
-                str(boot_id),
-            )
+            other = (*_UNSHARE, "sh", "-c", _BIND, str(boot_id))
         self._head = self._start("head", words, prefix=other, **settings)
 
     def lose_head(self, but: int | None = None) -> None:
@@ -117,15 +110,20 @@ class DurableHead:
         self, name: str, words: tuple[str, ...], prefix: tuple[str, ...] = (), **env: str
     ) -> subprocess.Popen[bytes]:
         path = self._folder / f"{name}.log"
-        path.write_bytes(b"")
         store = f"--object-store-memory={OBJECT_STORE_BYTES}"
         command = [*prefix, _RAY, "start", "--block", "--disable-usage-stats", store, *words]
-        with path.open("ab") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, env={**self.env, **env})
 
-        def has_started() -> bool:
-            assert process.poll() is None, path.read_text()
-            return _STARTED in path.read_text()
+        def has_answered() -> bool:
+            return process.poll() is not None or _STARTED in path.read_text()
 
-        wait_for(has_started, START_TIMEOUT_S, name)
-        return process
+        for _ in range(START_ATTEMPTS):
+            # It refuses another head where there was one.
+            (self._session / "ray_current_cluster").unlink(missing_ok=True)
+            with path.open("wb") as log:
+                process = subprocess.Popen(command, stdout=log, stderr=log, env={**self.env, **env})
+            wait_for(has_answered, START_TIMEOUT_S, name)
+            if process.poll() is None:
+                return process
+            if "timed out during startup" not in path.read_text():
+                break
+        raise RuntimeError(path.read_text())

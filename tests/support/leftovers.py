@@ -62,7 +62,7 @@ class Run:
         psutil.wait_procs(leaked, timeout=5)
         files = [name for name in _list_names(self.folder) if name.startswith(_FILE_PREFIXES)]
         lines += [f"{self.folder / name}, {self.first_seen.get(name, '?')}" for name in files]
-        lines += [f"{_SHARED_MEMORY / name}" for name in self._find_shared_files()]
+        lines += [f"{_SHARED_MEMORY / name}" for name in self._wait_for_shared_files()]
         # After multiprocessing removes its own folder inside this one, with priority -100.
         Finalize(None, shutil.rmtree, (self.folder, True), exitpriority=-200)
         return lines
@@ -78,6 +78,15 @@ class Run:
             except psutil.Error:
                 continue
         return [p for p in processes if not any(name in _command_line(p) for name in _HELPERS)]
+
+    def _wait_for_shared_files(self) -> list[str]:
+        """Those that stay. A concurrent run may be about to open or remove one of its own."""
+        deadline = time.monotonic() + EXIT_TIMEOUT_S
+        left = self._find_shared_files()
+        while left and time.monotonic() < deadline:
+            time.sleep(0.5)
+            left = sorted({*left} & {*self._find_shared_files()})
+        return left
 
     def _find_shared_files(self) -> list[str]:
         """New shared-memory files that no process has open. Those of other runs are in use.

@@ -13,6 +13,7 @@ from typing import Any
 PROCESSES = get_context("forkserver")
 PROCESSES.set_forkserver_preload(
     [
+        "pytest",
         "torch._dynamo",
         "rayzero.workers.worker",
         "tests.support.nccl_like.install",

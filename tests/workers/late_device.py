@@ -123,8 +123,8 @@ class LateDevice(Device):
         finally:
             self._local.stream = self.compute
 
-    def record_event(self, stream: Any = None) -> Any:
-        return (stream or self.current_stream()).record()
+    def record_event(self) -> Any:
+        return self.current_stream().record()
 
     def register_host(self, memory: Tensor) -> None:
         self.registered.append(memory.data_ptr())

@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayzero.engine.recut import GroupSurvival
 from rayzero.engine.session import OTHER_LOADER
+from rayzero.workers.job_engines import JobEngines
 from rayzero.workers.job_step import JobStep
 
 LOADER, ANOTHER = object(), object()
@@ -68,3 +74,20 @@ def test_idle_engines_are_told_less_and_less_often() -> None:
         if step.waits_for() == ["b"]:
             told.append(number)
     assert told == [100, 200, 400, 800]
+
+
+@pytest.mark.parametrize(
+    ("engines", "ahead", "continues"), [(2, False, True), (2, True, False), (1, True, True)]
+)
+def test_several_engines_do_not_continue_a_loop_that_has_read_ahead(
+    engines: int, ahead: bool, continues: bool
+) -> None:
+    step: Any = SimpleNamespace(
+        micro_batches=SimpleNamespace(is_read_where_steps_begin=ahead, can_read_again=True),
+        runtime=SimpleNamespace(collectives=SimpleNamespace(on_broken=print)),
+        reforming=SimpleNamespace(gathered_between_steps=False),
+    )
+    survival, job = GroupSurvival(step, Any, print), JobEngines()
+    job._engines |= {str(n): SimpleNamespace(survival=survival) for n in range(engines)}
+    job.enable(print)
+    assert job.can_continue(replays_epochs=True) == continues

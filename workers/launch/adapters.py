@@ -86,7 +86,7 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 class _PatchingFinder(MetaPathFinder):
-    """Finds what the others find, and patches it when it is loaded."""
+    """Finds the modules that other finders find, and patches them when they are loaded."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

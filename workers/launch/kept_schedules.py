@@ -12,8 +12,8 @@ KEPT_STEPS = 256
 class KeptSchedules(list[Any]):
     """Schedules of torch's, and their states at the beginning of each of the last steps."""
 
-    def __init__(self, schedules: list[Any] | None = None) -> None:
-        super().__init__(schedules or [])
+    def __init__(self) -> None:
+        super().__init__()
         self._kept: dict[int, list[dict[str, Any]]] = {}
         self._positions: list[int] = []  # where `plain_states` was last called
         self._late: list[int] = []

@@ -1,4 +1,4 @@
-"""Settings that replace those of a launched script, and short runs of it that are timed."""
+"""Overrides a launched script's settings, and times short runs of the script."""
 
 from __future__ import annotations
 

@@ -23,10 +23,10 @@ def available_bytes(root: Path = Path("/")) -> int:
     return min([_mem_available(root), *_cgroup_headroom(root)])
 
 
-def resident_bytes(root: Path = Path("/")) -> int:
+def resident_bytes() -> int:
     """This process's resident memory; 0 if it cannot be determined."""
     try:
-        pages = int((root / "proc/self/statm").read_text().split()[1])
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
         return 0
     return pages * os.sysconf("SC_PAGESIZE")

@@ -170,7 +170,7 @@ class WeightSource(StateSource):
         self._document = min(images, key=lambda image: image.ref.rank).metadata()
 
     def metadata(self, rank: int) -> dict[str, Any]:
-        """That of the first rank: what is said of the model is in no other's."""
+        """The metadata of the lowest rank, which alone describes the model."""
         del rank
         return self._document
 

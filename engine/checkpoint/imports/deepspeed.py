@@ -220,7 +220,7 @@ def _optimizer_groups(files: ZeroFiles, layout: Layout) -> list[dict[str, Any]]:
 
 
 def _plain_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Those that JSON can represent; `params` are listed by name elsewhere."""
+    """The options that JSON can represent; `params` are listed by name elsewhere."""
     plain = {key: _to_python(value) for key, value in values.items() if key != "params"}
     for key in list(plain):
         with suppress(ValueError):

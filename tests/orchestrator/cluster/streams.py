@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -122,10 +122,9 @@ async def linked(
     epoch: int = 0,
     mail: WorkerMail | None = None,
     attach: Attach | None = None,
-    on_fenced: Callable[[], object] = lambda: None,
 ) -> AsyncIterator[NodeLink]:
     attach = attach or Attach(epoch, os.urandom(16))
-    link = NodeLink(address, attach, mail or WorkerMail(), on_fenced=on_fenced)
+    link = NodeLink(address, attach, mail or WorkerMail())
     try:
         yield link
     finally:

@@ -136,9 +136,9 @@ async def test_end_of_the_process_ends_the_stream(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_one_controller_is_obeyed():
-    commands, fenced = Commands(), list[str]()
+    commands = Commands()
     with agent(commands) as (_, address):
-        async with linked(address, 4, on_fenced=lambda: fenced.append("first")) as first:
+        async with linked(address, epoch=4) as first:
             await within(first.attached())
             late = asyncio.ensure_future(first.call("wait"))
             await within(first.call("note", 1))
@@ -152,7 +152,7 @@ async def test_one_controller_is_obeyed():
                 commands.events.put("died")
                 assert await next_events(second, 1) == ["died"]
                 assert await within(second.call("note", 3)) == 3
-                assert fenced == ["first"]
+                await within(first.fenced())
             async with linked(address, epoch=4) as third:
                 with pytest.raises(JobFailedError, match="taken over"):
                     await within(third.attached())

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
@@ -45,16 +46,17 @@ class ControllerStateMachine(RuleBasedStateMachine):
 
     @initialize(size=st.integers(2, 4), every=st.sampled_from([0, 2, 3]))
     def start_job(self, size: int, every: int) -> None:
+        self.settings: dict[str, Any] = {
+            "workers": {"min": 1, "max": 4, "spares": 1, "start_timeout_s": 1e6},
+            "recovery": {"max_faults": 10**6},
+            "checkpoint": {"every_steps": every} if every else {},
+            "unix": time.time,
+        }
+
         async def start() -> Harness:
             cluster = FakeCluster("abab"[:size], checkpoint_every=every)
             cluster.other_nodes = "abc"
-            return Harness(
-                Path(self.folder.name),
-                cluster,
-                workers={"min": 1, "max": 4, "spares": 1, "start_timeout_s": 1e6},
-                recovery={"max_faults": 10**6},
-                checkpoint={"every_steps": every} if every else {},
-            )
+            return Harness(Path(self.folder.name), cluster, **self.settings)
 
         self.harness = self.runner.run(start())
         self.cluster = self.harness.cluster
@@ -68,6 +70,33 @@ class ControllerStateMachine(RuleBasedStateMachine):
 
     def live_workers(self) -> list[int]:
         return [index for index, process in self.cluster.processes.items() if process.alive]
+
+    def may_lose_controller(self) -> bool:
+        states, going = self.harness.states, (State.RUNNING, State.RECOVERING, State.RESIZING)
+        known = bool(states) and states[-1] in going and not self.harness.run.done()
+        return known and self.cluster.find_attachment() is not None
+
+    @precondition(may_lose_controller)
+    @rule(count=st.integers(0, 3), kills=st.booleans(), turns=TURNS)
+    def lose_controller(self, count: int, kills: bool, turns: int) -> None:
+        """Another one continues with the workers that live and answer."""
+
+        def meanwhile() -> None:
+            for _ in range(count):
+                self.cluster.step()
+            unanswering = [it for it in self.live_workers() if self.processes[it].unresponsive]
+            begun = [it for it in self.live_workers() if self.processes[it].record.members]
+            for worker in unanswering or begun[1:][:kills]:
+                self.cluster.kill(worker)
+
+        self.harness.clock.on_idle = lambda: None
+        succeeding = self.harness.succeeded_by(Path(self.folder.name), meanwhile, **self.settings)
+        self.harness = self.runner.run(succeeding)
+        self.run_turns(turns)
+
+    @property
+    def processes(self) -> dict[int, FakeProcess]:
+        return self.cluster.processes
 
     def live_nodes(self) -> set[str]:
         return {self.cluster.processes[worker].info.node_id for worker in self.live_workers()}

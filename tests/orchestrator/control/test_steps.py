@@ -41,7 +41,7 @@ def test_shares_count_once_the_ranks_of_this_generation_use_them(generation: int
 @pytest.mark.parametrize("fenced", [False, True])
 def test_new_shares_are_sent_to_the_ranks_that_train(fenced: bool):
     reports = make_reports(fenced=fenced)
-    reports._speeds.samples_per_s.return_value = (100, 300)
+    reports._speeds.shares_per_s.return_value = (100, 300)
     for step in range(1, 100):
         reports._balance(StepRecord(step, 2, 2, None, 0.0, 1.0, {"step_samples": 128.0}))
     calls = [call.args for call in reports._calls.broadcast.call_args_list]

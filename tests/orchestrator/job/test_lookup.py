@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,6 +16,7 @@ from rayzero.engine.errors import ConfigError
 from rayzero.engine.validation import validate_document
 from rayzero.orchestrator.cli.jobs import _status_fields
 from rayzero.orchestrator.facts import JobFacts
+from rayzero.orchestrator.job.actor import JobActor
 from rayzero.orchestrator.job.lookup import (
     check_job_name,
     check_journal_owner,
@@ -30,7 +34,8 @@ from rayzero.orchestrator.job_events import (
 from rayzero.orchestrator.job_file import to_document
 from rayzero.orchestrator.journal.entries import facts_json
 from rayzero.orchestrator.journal.files import state_url
-from rayzero.orchestrator.results import RoleStatus
+from rayzero.orchestrator.machine import State
+from rayzero.orchestrator.results import JobStatus, RoleStatus
 from rayzero.orchestrator.spec import JobSpec, RoleSpec
 from rayzero.workers.messages import WorkerInfo
 from rayzero.workers.vault.server import make_address
@@ -124,3 +129,10 @@ def test_status_of_an_ended_job_has_its_roles(tmp_path: Path):
     status = status_from_journal(str(tmp_path), "gpt")
     assert status.roles == {"play": RoleStatus(0, 2, 5, finished=1, faults={"lost": 1})}
     assert dict(_status_fields(status))["role play"] == "2 to 5 workers, 1 finished"
+
+
+def test_status_of_a_job_that_is_starting() -> None:
+    plan = SimpleNamespace(spec=SimpleNamespace(name="gpt"), journal_url="j", log_path=Path("l"))
+    actor: Any = SimpleNamespace(_run=None, _plan=plan)
+    status = asyncio.run(JobActor.status(actor))
+    assert status == JobStatus("gpt", State.PENDING, at_s=status.at_s, journal="j", log="l")

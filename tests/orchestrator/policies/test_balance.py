@@ -97,7 +97,7 @@ class Job:
             times.append(max(compute_s))
             for rank, own_s in enumerate(compute_s):
                 share = self.balancer.relative_share(rank, self.batch)
-                self.tracker.add_step(rank, own_s / share, 1)
+                self.tracker.add_step(rank, own_s / share)
             proposed = self.balancer.on_step_finished(times[-1], self.batch, self.speeds)
             if proposed:
                 assert not new
@@ -111,7 +111,7 @@ class Job:
         return times
 
     def speeds(self) -> Sequence[float | None]:
-        return self.tracker.samples_per_s(self.members)
+        return self.tracker.shares_per_s(self.members)
 
 
 def test_rank_of_half_speed_costs_an_eighth_of_four_and_nothing_once_it_is_well() -> None:

@@ -7,12 +7,10 @@ import pytest
 from rayzero.orchestrator.policies.stragglers import WINDOW_STEPS, SpeedTracker
 
 
-def run(
-    tracker: SpeedTracker, steps: int, times: dict[int, float], samples: float = 4
-) -> list[str]:
+def run(tracker: SpeedTracker, steps: int, times: dict[int, float]) -> list[str]:
     """The messages."""
     messages = [
-        tracker.add_step(worker, compute_s, samples)
+        tracker.add_step(worker, compute_s)
         for _ in range(steps)
         for worker, compute_s in times.items()
     ]
@@ -55,15 +53,15 @@ def test_new_generation_keeps_reports_and_resets_speeds() -> None:
     tracker.start_generation((0, 1, 2))
     assert len(run(tracker, 100, {0: 0.1, 1: 0.1, 2: 0.2})) == 1
     tracker.start_generation((0, 2, 3))
-    assert tracker.samples_per_s([0, 1, 2, 3]) == (40, None, 20, None)
+    assert tracker.shares_per_s([0, 1, 2, 3]) == (10, None, 5, None)
     assert run(tracker, 100, {0: 0.1, 2: 0.2, 3: 0.1}) == []  # reported before
 
 
 def test_speed_is_median_of_enough_steps() -> None:
     tracker = SpeedTracker()
     run(tracker, 5, {0: 0.1})
-    assert tracker.samples_per_s([0]) == (None,)
+    assert tracker.shares_per_s([0]) == (None,)
     run(tracker, 5, {0: 0.1})
-    tracker.add_step(0, 9.0, 4)
-    tracker.add_step(0, 0.0, 4)  # not measured
-    assert tracker.samples_per_s([0]) == (40,)
+    tracker.add_step(0, 9.0)
+    tracker.add_step(0, 0.0)  # not measured
+    assert tracker.shares_per_s([0]) == (10,)

@@ -193,8 +193,8 @@ class VirtualDevice(Device):
         finally:
             self._thread.stream = before
 
-    def record_event(self, stream: Any = None) -> Any:
-        return (stream or self.current_stream()).record()
+    def record_event(self) -> Any:
+        return self.current_stream().record()
 
     def synchronize(self, timeout_s: float | None = None) -> None:
         try:

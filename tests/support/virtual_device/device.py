@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor
 
@@ -42,8 +41,8 @@ class VirtualDevice(CudaDevice):
         with current_machine().use_stream(stream):
             yield
 
-    def record_event(self, stream: Any = None) -> Event:
-        return (stream or current_machine().stream).record_event()
+    def record_event(self) -> Event:
+        return current_machine().stream.record_event()
 
     def record_use(self, tensor: Tensor) -> None:
         machine = current_machine()

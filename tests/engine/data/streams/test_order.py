@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,9 +39,32 @@ def test_any_range_is_a_part_of_the_whole(
     start = data.draw(st.integers(0, 2 * length))
     count = data.draw(st.integers(1, length))
     order = BlockOrder(np.array(counts), 3, window, group)
-    whole = StreamOrder([order], None, group).indices(0, 3 * length + 1)
-    part = StreamOrder([order], None, group).indices(start, count)
-    assert part.tolist() == whole[start : start + count].tolist()
+    whole = StreamOrder([order], None, group).indices(0, 3 * length + 2 * group)
+    stream = StreamOrder([order], None, group)
+    assert stream.indices(start, count).tolist() == whole[start : start + count].tolist()
+    first = data.draw(st.integers(0, group - 1))
+    stream.choose_part(first, last := data.draw(st.integers(first + 1, group)))
+    begin = data.draw(st.integers(0, 2 * length // group)) * group + first
+    own = stream.indices(begin, last - first).tolist()
+    assert own == whole[begin : begin + last - first].tolist()
+    assert stream.indices(start, count).tolist() == whole[start : start + count].tolist()
+
+
+@pytest.mark.parametrize(
+    ("counts", "window", "group", "digest"),
+    [
+        ((2048,) * 64, 16, 256, "46365382d0a3b086"),
+        (tuple(range(1, 40)), 5, 7, "195b6551e3fbb592"),
+        ((3, 1, 4, 1, 5, 9, 2, 6), 3, 16, "59651e1fc8607747"),
+    ],
+)
+def test_the_order_is_that_of_saved_states(
+    counts: tuple[int, ...], window: int, group: int, digest: str
+) -> None:
+    """Of two epochs, as on 2026-11-27: a job goes on where an older version left it."""
+    order = StreamOrder([BlockOrder(np.array(counts), 11, window, group)], None, group)
+    numbers = order.indices(0, 2 * sum(counts) + 5)
+    assert xxhash.xxh3_64_hexdigest(numbers.tobytes()) == digest
 
 
 @given(counts, st.integers(1, 6), st.integers(1, 17))

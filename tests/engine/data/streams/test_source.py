@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import subprocess
 import sys
 import threading
@@ -110,7 +111,7 @@ def test_resume_reads_at_most_its_window() -> None:
     source.begin(1000, StepSplit((part,)), no_check)
     source.read(1000, part, is_last=True, check=no_check)
     order = source._order.orders[0]
-    window = order.window_of(int(order.locate(1000, 1)[1][0]))
+    window = order.window_of(int(order.locate(np.array([1000]))[0][0]))
     allowed = {*order.blocks_of_window(window, 0, 1), *order.blocks_of_window(window + 1, 0, 1)}
     assert set(memory.reads) <= allowed
 
@@ -160,13 +161,18 @@ def make_block(kind: str, number: int) -> pa.Table:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["strings", "lists"])
+@pytest.mark.parametrize("kind", ["strings", "lists", "json"])
 def test_private_memory_is_bounded(kind: str, tmp_path: Path) -> None:
     """Of a process, with what reads and allocators take."""
-    path = tmp_path / "a.parquet"
-    with pq.ParquetWriter(path, make_block(kind, 0).schema) as writer:
-        for number in range(20):
-            writer.write_table(make_block(kind, number))
+    path = tmp_path / ("a.jsonl" if kind == "json" else "a.parquet")
+    if kind == "json":
+        rng = np.random.default_rng(0)
+        texts = [json.dumps({"text": rng.bytes(2048).hex()}) for _ in range(2048)]
+        path.write_text("\n".join(texts * 12))
+    else:
+        with pq.ParquetWriter(path, make_block(kind, 0).schema) as writer:
+            for number in range(20):
+                writer.write_table(make_block(kind, number))
     limit = 64 << 20
     command = [sys.executable, "-m", "tests.engine.data.streams.measure_memory"]
     run = subprocess.run([*command, path, str(limit)], stdout=subprocess.PIPE, check=True)

@@ -11,6 +11,7 @@ import subprocess
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,6 +24,7 @@ from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.store_local import LocalReadStream, LocalStore
 from rayzero.engine.data.streams.block import BlockSource
 from rayzero.engine.data.streams.sources import files as source_files
+from rayzero.engine.data.streams.sources import json_lines as json_format
 from rayzero.engine.errors import ConfigError, DataError
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=30)
@@ -79,7 +81,8 @@ def test_json_lines_are_those_of_json(folder, rows, block_bytes, frames) -> None
         path = folder / name
         path.write_bytes(b"".join(map(compress, parts)))
         source = blocks(path, block_bytes=block_bytes)
-        found = read_rows(source)
+        with patch.object(json_format, "_PARSED_BYTES", 3 * block_bytes):
+            found = read_rows(source)
         assert list(map(without_nulls, found)) == list(map(without_nulls, rows)), name
         assert name == "x.jsonl" or source.counts.tolist() == [len(rows)]
     plain = blocks(folder / "x.jsonl", block_bytes=1)
@@ -94,7 +97,11 @@ def without_nulls(value: object) -> object:
     return {key: it for key, it in inner.items() if it not in (None, {})}
 
 
-def test_json_types_are_of_all_lines_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parsed_bytes", [1, 1 << 20])
+def test_json_types_are_of_all_lines_together(
+    parsed_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_format, "_PARSED_BYTES", parsed_bytes)
     (tmp_path / "a.jsonl").write_bytes(b'{"x": 1, "t": "2020-01-01"}\n\n  \n{"x": null}\n')
     (tmp_path / "b.jsonl").write_bytes(b'{"x": 2.5, "t": "soon"}\n{"y": [{"z": 1}]}')
     source = blocks(tmp_path, block_bytes=1)
