@@ -20,7 +20,7 @@ from rayzero.orchestrator.policies.recovery import StoredSlot, newest_complete_i
 from rayzero.workers.agent.link import AgentAddress, Attach
 from rayzero.workers.agent.node_agent import AgentServer
 from rayzero.workers.vault import replicas
-from rayzero.workers.vault.actor import VaultActor
+from rayzero.workers.vault.actor import VaultActor, process_end_event
 from rayzero.workers.vault.client import VaultClient
 from rayzero.workers.vault.records import NotReplicated, SlotGoneError, SlotRef, VaultGoneError
 from tests.workers.mirror_rig import EVERY, Rig, host_state
@@ -158,7 +158,9 @@ def test_vault_gives_checkpoints_up_only_while_no_controller_is_connected():
 async def _lose_controller() -> None:
     vault = VaultActor("job", "a")
     client = VaultClient(vault.address(), 0)
-    agent = vault._agent = AgentServer("127.0.0.1", vault, lambda _: vault.poll(0.01))
+    agent = vault._agent = AgentServer(
+        "127.0.0.1", vault, lambda _: vault.poll(0.01), process_end_event
+    )
     address = AgentAddress("", "127.0.0.1", agent.port, agent.secret)
     link = NodeLink(address, Attach(1, b"controller"), WorkerMail())
     try:
