@@ -118,10 +118,9 @@ class VaultGroup:
             if not isinstance(reply, str):
                 self._remove(node, found, "it did not answer")
         self.attached = tuple(self._vaults)
-        links = (vault.link for vault in self._vaults.values())
-        self.last_worker = max(
-            (link.hello.last_worker for link in links if link is not None), default=-1
-        )
+        links = [it.link for it in self._vaults.values() if it.link is not None]
+        heard = [link.hello.last_worker for link in links if link.hello is not None]
+        self.last_worker = max(heard, default=-1)
 
     def start(self, node_id: str) -> None:
         """Starts a vault on a node that has none, without waiting for it."""

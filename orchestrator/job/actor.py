@@ -106,8 +106,7 @@ class JobActor:
         self._last_log_read_s = float("-inf")
         self._end_acknowledged = asyncio.Event()
         # Owned by this object; it ends with the process.
-        self._giving_up: asyncio.Task[None] | None = None
-        self._main_task = self._loop.create_task(self._main())
+        self._tasks = [self._loop.create_task(self._main())]
 
     async def fetch_events(self, run: str, since: int, timeout_s: float) -> EventPage:
         """Calls `EventBuffer.fetch_since`."""
@@ -245,7 +244,7 @@ class JobActor:
         """Another process owns the job's folder."""
         if self._run is not None:
             self._run.recorder.stop_journal()
-            self._giving_up = self._loop.create_task(self._give_up(self._run, error))
+            self._tasks.append(self._loop.create_task(self._give_up(self._run, error)))
 
     async def _give_up(self, run: JobRun, error: RayzeroError) -> None:
         """Ends this process's workers and vaults, unless the other process has them: it is this
