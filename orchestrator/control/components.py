@@ -127,10 +127,8 @@ class Components:
             calls,
             Balancer(enabled=recovery.balance == "auto"),
         )
-        reattachment = self._build_inbox(
-            plan, deps, timer, steps, replication, versions, restore, patience_s
-        )
-        self._build_generations(plan, deps, calls, timer, steps, restore, reattachment)
+        found = self._build_inbox(plan, deps, timer, steps, replication, versions, restore)
+        self._build_generations(plan, deps, calls, timer, steps, restore, found)
         self._build_scaling(plan, deps, calls)
 
     def _build_roles(self, plan: JobPlan, deps: Dependencies, calls: Calls) -> WeightVersions:
@@ -164,10 +162,10 @@ class Components:
         replication: Replication,
         versions: WeightVersions,
         restore: RestoreSelector,
-        patience_s: float,
     ) -> Reattachment:
         """Makes what the ranks' messages pass through."""
         loop, members, failures = self.loop, self.members, self.failures
+        patience_s = plan.worker_spec.patience_s
         dispatcher = MessageDispatcher(
             loop,
             members,
