@@ -130,8 +130,7 @@ class NodeLink:
         self._link = Link()
         self._numbers = count(1)
         self._replies: dict[int, asyncio.Future[Any]] = {}
-        self._events: list[Any] = []
-        self._news = 0  # frames since the last `events`
+        self._events: list[Any] | None = None  # since the last `events`; None: no frame has come
         self.hello: Hello | None = None
         """The agent's, once it obeys."""
         self._error: Exception | None = None
@@ -177,8 +176,8 @@ class NodeLink:
     async def events(self) -> list[Any]:
         """The events since the last call; waits until there are some, or the agent shows that it
         serves. Raises as `call`."""
-        await self._changed.wait_until(lambda: self._news > 0 or self._error is not None)
-        events, self._events, self._news = self._events, [], 0
+        await self._changed.wait_until(lambda: self._events is not None or self._error is not None)
+        events, self._events = self._events or [], None
         if not events and self._error is not None:
             raise self._error
         return events
@@ -253,9 +252,9 @@ class NodeLink:
                     self.end(VaultLostError(str(events)))
                     return
                 self._on_news(events)
-                self._events += events
+                self._events = [*(self._events or ()), *events]
         self._acknowledge(len(frame.payload))
-        self._news += 1
+        self._events = self._events or []
         self._changed.notify()
 
     def _acknowledge(self, nbytes: int) -> None:

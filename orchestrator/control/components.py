@@ -124,8 +124,8 @@ class Components:
             calls,
             Balancer(enabled=recovery.balance == "auto"),
         )
-        self._build_inbox(plan, deps, timer, steps, pins, versions, restore, patience_s)
-        self._build_generations(plan, deps, calls, timer, steps, restore)
+        found = self._build_inbox(plan, deps, timer, steps, pins, versions, restore)
+        self._build_generations(plan, deps, calls, timer, steps, restore, found)
         self._build_scaling(plan, deps, calls)
 
     def _build_roles(self, plan: JobPlan, deps: Dependencies, calls: Calls) -> WeightVersions:
@@ -159,10 +159,10 @@ class Components:
         pins: CheckpointPins,
         versions: WeightVersions,
         restore: RestoreSelector,
-        patience_s: float,
-    ) -> None:
+    ) -> Reattachment:
         """Makes what the ranks' messages pass through."""
         loop, members, failures = self.loop, self.members, self.failures
+        patience_s = plan.worker_spec.patience_s
         dispatcher = MessageDispatcher(
             loop,
             members,
@@ -179,7 +179,7 @@ class Components:
         dispatch, on_lost = dispatcher.dispatch, failures.on_worker_lost
         self.inbox = WorkerInbox(loop, members, deps.workers, patience_s, dispatch, on_lost)
         self.vaults.on_stalled = self.inbox.on_stalled
-        self.reattachment = Reattachment(
+        return Reattachment(
             plan,
             loop,
             members,
@@ -202,6 +202,7 @@ class Components:
         timer: RecoveryTimer,
         steps: StepReports,
         restore: RestoreSelector,
+        reattachment: Reattachment,
     ) -> None:
         """Makes what forms generations, and ends them."""
         events, workers = deps.events, deps.workers
@@ -233,6 +234,7 @@ class Components:
             selection,
             self.roles.rollouts,
             rendezvous,
+            reattachment,
         )
         self.stop = JobStop(
             plan, loop, machine, members, calls, rendezvous, vaults, self.checkpoints

@@ -159,7 +159,7 @@ class Controller:
             registry.limits = replace(registry.limits, min=least, max=most)
         offline_s = unix_s - past.last_at_s
         if self._found is not None:
-            self._parts.reattachment.begin(self._found, offline_s)
+            self._parts.reconfiguration.reattachment.begin(self._found, offline_s)
         else:
             self._deps.events.emit(RunAdopted(past.step, past.generation, offline_s))
 
@@ -235,7 +235,7 @@ class Controller:
         injector.start(resumed=True)
         injector.injected = found.generation.faults
         self._parts.scaler.health.start()
-        await self._parts.reattachment.resume(found)
+        await self._parts.reconfiguration.reattachment.resume(found)
         self._parts.scaler.start()
         self._loop.spawn(self._parts.hang_detector.run())
 

@@ -62,6 +62,7 @@ class Reattachment:
         generation.active = {status.info.index for status in found.present}
         self._vaults.members_know(found.vault_addresses())
         step = max(facts.step, found.step)
+        generation.advance_to(step + 1)
         lost = tuple(sorted(generation.assignments[worker.index].rank for worker in found.lost))
         self._events.emit(GenerationStarted(tuple(worker.node for worker in found.members)))
         self._events.emit(

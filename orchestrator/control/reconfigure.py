@@ -23,6 +23,7 @@ from rayzero.orchestrator.control.generation import GenerationNumbers, Generatio
 from rayzero.orchestrator.control.inbox import WorkerInbox
 from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
+from rayzero.orchestrator.control.reattachment import Reattachment
 from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
 from rayzero.orchestrator.control.restore import RestoreSelector
 from rayzero.orchestrator.control.rollouts import RolloutBuffer
@@ -59,6 +60,8 @@ class Reconfiguration:
     _selection: MemberSelection
     _rollouts: RolloutBuffer
     _rendezvous: Rendezvous
+    reattachment: Reattachment
+    """For the first generation of a controller whose job trains already."""
     _attempt: asyncio.Task[None] | None = None
 
     def form_first(self) -> None:
