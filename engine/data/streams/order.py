@@ -40,6 +40,8 @@ _CACHED_WINDOWS = 4
 _CACHED_PIECES = 4
 _POSITIONS = 1 << 12
 """Positions that are computed at a time: the cost of numpy's calls is that of thousands of rows."""
+_SORTED = 1 << 13
+"""Positions that are sorted at a time: the pages of larger arrays are new each time."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +279,7 @@ class StreamOrder:
     def _groups_of_piece(self, part: range) -> int:
         """Groups that are computed at a time: of thousands of rows, in one window."""
         most = min(order.window_rows for order in self.orders)
-        return max(1, min(_POSITIONS // len(part), most // self.group))
+        return max(1, min(_POSITIONS // len(part), min(_SORTED, most) // self.group))
 
     def _compute_piece(self, number: int, part: range) -> Places:
         """The rows of a part of each group of a piece. Of the others only the strata are computed:
