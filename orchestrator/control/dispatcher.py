@@ -29,7 +29,7 @@ from rayzero.workers.messages import (
     Prepared,
     Restored,
     StepDivided,
-    StepReport,
+    StepRows,
     Stopped,
     WentBack,
     WorkerMessage,
@@ -57,7 +57,7 @@ class MessageDispatcher:
         # A table, not a chain of tests: a large job sends thousands of these a second.
         self._handlers: dict[type[WorkerMessage], Callable[[int, Any], None]] = {
             Heartbeat: self._steps.on_heartbeat,
-            StepReport: self._steps.on_report,
+            StepRows: self._steps.on_rows,
             Joined: self._on_joined,
             Restored: self._on_restored,
             Prepared: self._on_prepared,

@@ -13,10 +13,12 @@ from rayzero.orchestrator.control.calls import timeout_reason
 from rayzero.orchestrator.control.loop import JobLoop
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.policies.hang_limits import StepHistory
+from rayzero.workers.agent.batches import combine
 from rayzero.workers.messages import (
     Heartbeat,
     LogLine,
     StepReport,
+    StepRows,
     WorkerMessage,
 )
 from rayzero.workers.output import dropped_lines_text
@@ -112,16 +114,33 @@ class WorkerInbox:
             if kind is Heartbeat:
                 self._heartbeats[worker] = cast(Heartbeat, message)
             elif kind is StepReport:
-                self._on_step(worker, cast(StepReport, message))
+                self._on_rows(combine([worker], [cast(StepReport, message)]))
+                continue
             elif kind is LogLine:
                 self._lines.deliver(cast(LogLine, message))
             self._dispatch(worker, message)
 
-    def _on_step(self, worker: int, report: StepReport) -> None:
+    def _on_rows(self, rows: StepRows) -> None:
+        """Some workers have finished a step; what they sent before is delivered."""
+        self._add_to_history(rows)
+        self._dispatch(rows.workers[0], rows)
+
+    def _add_to_history(self, rows: StepRows) -> None:
         generation, now_s = self._members.generation, self._loop.now_s()
-        if report.generation == generation.number:
-            trained_s = now_s - generation.restored.get(worker, now_s)
-            self.history.add(worker, report, trained_s)
+        if rows.generation == generation.number:
+            for worker, report in zip(rows.workers, rows.reports, strict=True):
+                trained_s = now_s - generation.restored.get(worker, now_s)
+                self.history.add(worker, report, trained_s)
+
+    def _receive_rows(self, rows: StepRows, now_s: float) -> None:
+        """At once: that takes less time than to queue them."""
+        heard_at_s, pending = self._last_heard_s, self._undelivered
+        for worker in rows.workers:
+            if worker in heard_at_s:
+                heard_at_s[worker] = now_s
+            if worker in pending:
+                self.deliver(worker)
+        self._on_rows(rows)
 
     def on_stalled(self, event: ProcessStalled) -> None:
         """The vault of its node has seen that a process does not run, or that it runs again."""
@@ -165,6 +184,9 @@ class WorkerInbox:
             reports = await group.receive()
             now_s = self._loop.now_s()
             for worker, messages in reports.messages:
+                if messages and type(messages[0]) is StepRows:
+                    self._receive_rows(messages[0], now_s)
+                    continue
                 if worker in heard_at_s:
                     heard_at_s[worker] = now_s
                 messages = self._lines.receive(worker, messages)

@@ -21,6 +21,7 @@ from rayzero.engine.data.sample_ledger import Order, check_ledger
 from rayzero.engine.data.sampling import SampleOrder
 from rayzero.orchestrator.policies.placement import CallState, FunctionCall, misplaced
 from rayzero.orchestrator.progress import JobProgress
+from rayzero.workers.agent.batches import combine
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import FaultSpec
 from rayzero.workers.messages import (
@@ -245,9 +246,8 @@ class LocalWorkers:
                 for message in messages
                 if isinstance(message, StepReport) and message.generation == generation
             ]
-            records += filter(
-                None, map(progress.add_report, sorted(reports, key=lambda report: report.step))
-            )
+            rows = [combine([it.rank], [it]) for it in sorted(reports, key=lambda it: it.step)]
+            records += filter(None, map(progress.add_rows, rows))
             steps += [record.step for record in records]
         return steps
 

@@ -21,6 +21,7 @@ from rayzero.orchestrator.control.loop import JobLoop
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.errors import WorkerLostError
 from rayzero.orchestrator.policies.membership import WorkerLimits
+from rayzero.workers.agent.batches import NodeBatch
 from rayzero.workers.agent.link import WorkerFrame
 from rayzero.workers.messages import Heartbeat, LogLine, StepReport, WorkerMessage
 from tests.orchestrator.support import VirtualClock, settle
@@ -107,7 +108,7 @@ async def test_messages_of_worker_are_delivered_in_order():
     harness.reports.put_nowait(WorkerReports([(49, [StepReport(0, 0, 1)]), (49, [HEARTBEAT])]))
     await settle()
     delivered = [text for text in harness.delivered if text.startswith("49")]
-    assert delivered == ["49 Heartbeat", "49 StepReport", "49 Heartbeat"]
+    assert delivered == ["49 Heartbeat", "49 StepRows", "49 Heartbeat"]
     assert 49 in harness.inbox.history.reported
     assert 48 not in harness.inbox.history.reported
 
@@ -152,7 +153,8 @@ class FakeActorCalls:
 
 
 def send(mail: WorkerMail, worker: int, number: int, *messages: WorkerMessage) -> None:
-    mail.deliver(WorkerFrame(worker, number, pickle.dumps([*messages])))
+    frame = WorkerFrame(worker, number, pickle.dumps([*messages]))
+    mail.deliver(NodeBatch([], [], [], [frame]))
 
 
 async def test_messages_come_until_worker_is_lost():

@@ -26,6 +26,7 @@ from rayzero.orchestrator.metrics.job_metrics import JobMetrics, Timestamps
 from rayzero.orchestrator.policies.failure import Fault, FaultCause
 from rayzero.orchestrator.progress import JobProgress, StepRecord
 from rayzero.orchestrator.spec import CheckpointSpec, JobSpec, RecoverySpec, RoleSpec, Workers
+from rayzero.workers.agent.batches import combine
 from rayzero.workers.messages import Heartbeat, RoleReport, StepReport, WorkerInfo
 from rayzero.workers.rollouts.counts import RolloutCounts
 from rayzero.workers.spread import Spread
@@ -109,7 +110,7 @@ class SimulatedJob:
             report = StepReport(generation, rank, step, counters, reported, UNIX + self.now_s)
             self.metrics.ranks.on_report(report)
             self.metrics.ranks.on_heartbeat(Heartbeat(rank, step + 1, "forward", 0.25))
-            record = self.progress.add_report(report)
+            record = self.progress.add_rows(combine([rank], [report]))
         assert record is not None
         self.emit(record)
         return record
