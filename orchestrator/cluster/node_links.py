@@ -26,8 +26,9 @@ SILENT_S = 3.0
 made anew, which loses nothing; after twice as long each time."""
 RETRY_S = 0.2
 """Pause before a connection is made again."""
-ACKNOWLEDGE_S = 0.1
-"""How long acknowledgements of small frames are collected."""
+ACKNOWLEDGE_S = 0.5
+"""How long acknowledgements of small frames are collected. A worker keeps what is not acknowledged,
+and waits with more after 64 frames."""
 READ_SLICE_S = 0.001
 """How long messages are read before other tasks get a turn."""
 _LARGE_BYTES = 64 * 1024

@@ -147,8 +147,8 @@ class HangDetector:
     def _is_any_silent(self, members: Collection[int], limits: HangLimits) -> bool:
         """Whether one of them may hang, by the least of all limits."""
         least_s, states = limits.fixed_s or LEAST_LIMIT_S - STACK_TIMEOUT_S, self._inbox.states
-        is_late = self._inbox.longest_silence_s(members) > least_s
-        return is_late or any(states.get(worker) for worker in members)
+        is_stalled = any(states.get(worker) for worker in members) if states else False
+        return is_stalled or self._inbox.is_any_silent(members, least_s)
 
     async def _check_ending(self, generation: GenerationState, ending_s: float) -> None:
         """Members leave at their next check for a stop, which may be after a long call."""

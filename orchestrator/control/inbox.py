@@ -157,17 +157,17 @@ class WorkerInbox:
         now_s = self._loop.now_s()
         return self._heartbeats.get(worker), now_s - self._last_heard_s.get(worker, now_s)
 
-    def longest_silence_s(self, workers: Iterable[int]) -> float:
-        """The longest that any of these may have made no progress: a cheap test before the thorough
-        one of the hang policy."""
-        now_s = self._loop.now_s()
-        beats = self._heartbeats
-        heard_at_s = self._last_heard_s
-        longest_s = 0.0
-        for worker in workers:
-            age_s, beat = now_s - heard_at_s.get(worker, now_s), beats.get(worker)
-            longest_s = max(longest_s, age_s + (beat.silent_s if beat else 0.0))
-        return longest_s
+    def is_any_silent(self, workers: Iterable[int], limit_s: float) -> bool:
+        """Whether one of them may have made no progress for longer: a cheap test before the hang
+        policy's thorough one, and nearly always cheaper still."""
+        now_s, beats, heard_at_s = self._loop.now_s(), self._heartbeats, self._last_heard_s
+        longest_s = max((beat.silent_s for beat in beats.values()), default=0.0)
+        if now_s - min(heard_at_s.values(), default=now_s) + longest_s <= limit_s:
+            return False
+        silent_s = {worker: beat.silent_s for worker, beat in beats.items()}
+        return any(
+            now_s - heard_at_s.get(it, now_s) + silent_s.get(it, 0.0) > limit_s for it in workers
+        )
 
     def expire_silent(self) -> None:
         """Reports workers as lost whose processes have been silent for too long."""

@@ -19,12 +19,6 @@ from rayzero.workers.messages import Heartbeat, StepReport, StepRows
 _COMBINED = (FrameKind.STEPS, FrameKind.QUIET)
 
 
-class NumberedBeat(NamedTuple):
-    worker: int
-    number: int
-    beat: Heartbeat
-
-
 class NodeBatch(NamedTuple):
     """What came from the workers of a node.
 
@@ -32,13 +26,13 @@ class NodeBatch(NamedTuple):
         combined: (worker, number) of each frame that the rows and the beats are from. A worker's
             come before its other frames.
         rows: the reports of steps, each with the number of its worker's frame.
-        beats: the heartbeats.
+        beats: (worker, number of its frame, heartbeat).
         frames: all other frames, as they came.
     """
 
     combined: list[tuple[int, int]]
     rows: list[tuple[StepRows, tuple[int, ...]]]
-    beats: list[NumberedBeat]
+    beats: list[tuple[int, int, Heartbeat]]
     frames: list[WorkerFrame]
 
 
@@ -56,7 +50,7 @@ def make_batch(received: Iterable[tuple[int, Frame]]) -> NodeBatch:
         batch.combined.append((worker, frame.number))
         for message in pickle.loads(frame.payload):
             if isinstance(message, Heartbeat):
-                batch.beats.append(NumberedBeat(worker, frame.number, message))
+                batch.beats.append((worker, frame.number, message))
             else:
                 key = message.generation, message.step, tuple(message.gauges)
                 reports[key].append((worker, frame.number, message))
