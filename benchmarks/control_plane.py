@@ -51,6 +51,7 @@ from rayzero.orchestrator.spec import JobSpec
 
 WARMUP_S = 3.0
 SCRAPE_INTERVAL_S = 10.0
+END_LIMIT_S = 60.0
 MOST_RANK_SERIES = 4096
 """Number of workers from which on metrics have no series for each rank, as docs/metrics.md says."""
 
@@ -147,7 +148,8 @@ async def measure(scale: Scale, seconds: float, agents: tuple[int, bytes], folde
         finally:
             controller.post_event(machine.StopRequested())
             scrapes.cancel()
-            await asyncio.gather(job, scrapes, return_exceptions=True)
+            async with asyncio.timeout(END_LIMIT_S):
+                await asyncio.gather(job, scrapes, return_exceptions=True)
             group.shut_down()
             counter.writer.close(5.0)
     if not isinstance(error := job.exception(), JobStoppedError):

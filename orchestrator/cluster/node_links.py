@@ -29,7 +29,7 @@ RETRY_S = 0.2
 ACKNOWLEDGE_S = 0.5
 """How long acknowledgements of small frames are collected. A worker keeps what is not acknowledged,
 and waits with more after 64 frames."""
-READ_SLICE_S = 0.001
+READ_SLICE_S = 0.0003
 """How long messages are read before other tasks get a turn."""
 _LARGE_BYTES = 64 * 1024
 _MAX_EARLY_FRAMES = 256

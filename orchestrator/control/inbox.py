@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
 SILENCE_GRACE_S = 10.0
 """Extra silence allowed beyond `recovery.patience_s`, so that the hang detector, which has
 diagnostics, acts first. It watches members only; this limit holds for all workers."""
-DISPATCH_SLICE_S = 0.001
+DISPATCH_SLICE_S = 0.0005
 """How long messages are dispatched before other tasks get a turn: a loss may be waiting."""
 MAX_UNDELIVERED_CHARACTERS = 16 * 2**20
 """Of log lines from all workers; those of a worker that prints beyond it are dropped."""
