@@ -13,8 +13,9 @@ from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies.failure import Fault
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.chaos.spec import FaultFired
-from rayzero.workers.messages import Heartbeat, LogLine, RoleReport, StepRows, WorkerInfo
+from rayzero.workers.messages import Heartbeat, LogLine, RoleReport, WorkerInfo
 from rayzero.workers.rollouts.counts import RolloutCounts
+from rayzero.workers.step_rows import StepRows
 
 
 @dataclass(frozen=True)

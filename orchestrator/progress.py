@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rayzero.workers.messages import StepRows
+from rayzero.workers.step_rows import StepRows
 
 SMOOTHING = 0.1
 """Weight of the newest step in the recent duration of one."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from array import array
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
 from typing import Any, Literal, TypeAlias
 
 from rayzero.workers.chaos.spec import FaultFired, FaultSpec
@@ -223,56 +221,6 @@ class StepReport(RankMessage):
 
 
 @dataclass(frozen=True)
-class StepRows:
-    """The reports of one step by some workers, with the same gauges: columns, each with an entry
-    for each worker. Made where reports come together, so that a controller handles one object.
-
-    Args:
-        names: of the gauges, in the order of a report's.
-        values: the gauges of the first report, of the second... as float64 of this machine.
-    """
-
-    generation: int
-    step: int
-    workers: tuple[int, ...]
-    ranks: tuple[int, ...]
-    names: tuple[str, ...]
-    values: bytes = field(repr=False)
-    counters: tuple[dict[str, float], ...]
-    at_s: tuple[float, ...]
-
-    @cached_property
-    def numbers(self) -> list[float]:
-        """The values."""
-        return array("d", self.values).tolist()
-
-    @cached_property
-    def reports(self) -> tuple[StepReport, ...]:
-        """The reports, by worker."""
-        names, numbers = _shared(self.names), self.numbers
-        width = len(names)
-        return tuple(
-            StepReport(
-                self.generation,
-                rank,
-                self.step,
-                counters,
-                dict(zip(names, numbers[row * width : (row + 1) * width], strict=True)),
-                at_s,
-            )
-            for row, (rank, counters, at_s) in enumerate(
-                zip(self.ranks, self.counters, self.at_s, strict=True)
-            )
-        )
-
-
-@lru_cache(maxsize=64)
-def _shared(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The first tuple that is equal to this one: thousands of reports share their names."""
-    return names
-
-
-@dataclass(frozen=True)
 class Heartbeat:
     """The progress of the training thread.
 
@@ -438,4 +386,4 @@ class Mirrored(RankMessage):
     step: int
 
 
-WorkerMessage: TypeAlias = RankMessage | StepRows | Heartbeat | RoleReport | LogLine | FaultFired
+WorkerMessage: TypeAlias = RankMessage | Heartbeat | RoleReport | LogLine | FaultFired

@@ -15,7 +15,7 @@ from rayzero.orchestrator.aio import ChangeNotifier, PendingReplies, WorkerRepor
 from rayzero.orchestrator.cluster.node_links import WorkerMail
 from rayzero.orchestrator.cluster.ray_api import ACTOR_LOST, death_cause
 from rayzero.orchestrator.errors import WorkerLostError
-from rayzero.workers.messages import WorkerMessage
+from rayzero.workers.step_rows import ReceivedMessage
 
 ReplyHandler = Callable[["Future[Any]"], None]
 """Called in the event loop with a completed call: a reply or an error."""
@@ -81,7 +81,7 @@ class WorkerWatch:
         self._changed = ChangeNotifier()
         self._batcher = FutureBatcher(self._changed.notify)
         self._subscribed: set[int] = set()
-        self._messages: list[tuple[int, list[WorkerMessage]]] = []
+        self._messages: list[tuple[int, list[ReceivedMessage]]] = []
         self._lost: dict[int, str] = {}
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class WorkerWatch:
             return
         replies.mark_done([worker])
 
-    def _on_messages(self, worker: int, messages: list[WorkerMessage]) -> None:
+    def _on_messages(self, worker: int, messages: list[ReceivedMessage]) -> None:
         self._messages.append((worker, messages))
         self._changed.notify()
 

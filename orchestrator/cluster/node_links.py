@@ -19,7 +19,7 @@ from rayzero.orchestrator.errors import JobFailedError, VaultLostError
 from rayzero.workers.agent.batches import NodeBatch
 from rayzero.workers.agent.link import AgentAddress, Attach, Frame, FrameKind, Link, read_frame
 from rayzero.workers.authenticated import connect
-from rayzero.workers.messages import StepRows, WorkerMessage
+from rayzero.workers.step_rows import ReceivedMessage, StepRows
 
 SILENT_S = 3.0
 """A connection over which no frame has come for three beats, or that takes as long to be made, is
@@ -37,7 +37,7 @@ CAUSE_WAIT_S = 1.0
 """How long the caller may take to find the cause of a process's end, once its port is closed."""
 
 
-MailReceiver: TypeAlias = Callable[[int, list[WorkerMessage]], None]
+MailReceiver: TypeAlias = Callable[[int, list[ReceivedMessage]], None]
 """Called with a worker's index and messages. `StepRows` are of several workers with the same
 receiver, and come as a message of the first one."""
 
@@ -111,7 +111,7 @@ class WorkerMail:
             if (worker, number) in new:
                 self._pass(worker, [report])
 
-    def _pass(self, worker: int, messages: bytes | list[WorkerMessage]) -> None:
+    def _pass(self, worker: int, messages: bytes | list[ReceivedMessage]) -> None:
         """Passes messages, or their pickled form, to the worker's subscriber."""
         if worker not in self._subscribers:
             payload = messages if isinstance(messages, bytes) else pickle.dumps(messages)

@@ -13,15 +13,13 @@ from rayzero.orchestrator.control.calls import timeout_reason
 from rayzero.orchestrator.control.loop import JobLoop
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.policies.hang_limits import StepHistory
-from rayzero.workers.agent.batches import combine
 from rayzero.workers.messages import (
     Heartbeat,
     LogLine,
     StepReport,
-    StepRows,
-    WorkerMessage,
 )
 from rayzero.workers.output import dropped_lines_text
+from rayzero.workers.step_rows import ReceivedMessage, StepRows, combine
 from rayzero.workers.vault.records import ProcessStalled
 
 if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
@@ -43,7 +41,7 @@ class UndeliveredLines:
         self._max_characters = max_characters
         self._characters = 0
 
-    def receive(self, worker: int, messages: list[WorkerMessage]) -> list[WorkerMessage]:
+    def receive(self, worker: int, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
         """These messages, with a line in place of log lines for which there is no room."""
         # The last one is a heartbeat. Usually there are no lines: the test must be cheap.
         if not messages or (len(messages) <= 2 and type(messages[0]) is not LogLine):
@@ -75,7 +73,7 @@ class WorkerInbox:
     _members: Members
     _workers: WorkerGroup
     _patience_s: float
-    _dispatch: Callable[[int, WorkerMessage], None]
+    _dispatch: Callable[[int, ReceivedMessage], None]
     _on_lost: Callable[[int, str], None]
     _lines: UndeliveredLines = field(default_factory=UndeliveredLines)
     _last_heard_s: dict[int, float] = field(default_factory=dict)
@@ -83,7 +81,7 @@ class WorkerInbox:
     history: StepHistory = field(default_factory=StepHistory)
     states: dict[int, str] = field(default_factory=dict)
     """The `state` of the newest `ProcessStalled` of each worker."""
-    _undelivered: dict[int, list[WorkerMessage]] = field(default_factory=dict)
+    _undelivered: dict[int, list[ReceivedMessage]] = field(default_factory=dict)
     _delivery_queue: deque[int] = field(default_factory=deque)
     """Workers with undelivered messages, in order; those of some may be delivered already."""
     _has_undelivered: asyncio.Event = field(default_factory=asyncio.Event)

@@ -19,7 +19,8 @@ from rayzero.orchestrator.policies.stragglers import SpeedTracker
 from rayzero.orchestrator.policies.usefulness import EqualLosses
 from rayzero.orchestrator.progress import JobProgress, StepRecord
 from rayzero.workers.calls import WorkerCalls
-from rayzero.workers.messages import Divided, Heartbeat, StepReport, StepRows
+from rayzero.workers.messages import Divided, Heartbeat, StepReport
+from rayzero.workers.step_rows import StepRows
 
 
 @dataclass(eq=False)

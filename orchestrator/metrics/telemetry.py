@@ -41,7 +41,8 @@ from rayzero.orchestrator.metrics.trackers import open_step_files
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec_sections import MetricsSpec
-from rayzero.workers.messages import Heartbeat, RoleReport, StepRows
+from rayzero.workers.messages import Heartbeat, RoleReport
+from rayzero.workers.step_rows import StepRows
 
 if TYPE_CHECKING:
     from rayzero.orchestrator.metrics.endpoint import Endpoint

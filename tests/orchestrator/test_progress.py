@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from rayzero.orchestrator import progress as progress_module
 from rayzero.orchestrator.progress import JobProgress, RowAggregator, StepPace, StepRecord
-from rayzero.workers.agent.batches import combine
 from rayzero.workers.messages import StepReport
+from rayzero.workers.step_rows import combine
 
 ROWS = st.lists(st.dictionaries(st.sampled_from("abcd"), st.floats(-1e6, 1e6)), max_size=20)
 

@@ -21,7 +21,6 @@ from rayzero.engine.data.sample_ledger import Order, check_ledger
 from rayzero.engine.data.sampling import SampleOrder
 from rayzero.orchestrator.policies.placement import CallState, FunctionCall, misplaced
 from rayzero.orchestrator.progress import JobProgress
-from rayzero.workers.agent.batches import combine
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import FaultSpec
 from rayzero.workers.messages import (
@@ -35,6 +34,7 @@ from rayzero.workers.messages import (
     WorkerMessage,
     WorkerSpec,
 )
+from rayzero.workers.step_rows import combine
 from rayzero.workers.vault.records import Restore, SlotRef
 from rayzero.workers.vault.vault import Vault
 from tests.support.nccl_like.settings import NcclLike, from_environment

@@ -8,13 +8,13 @@ worker lives.
 from __future__ import annotations
 
 import pickle
-from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from rayzero.workers.agent.link import Frame, FrameKind, WorkerFrame
-from rayzero.workers.messages import Heartbeat, StepReport, StepRows
+from rayzero.workers.messages import Heartbeat, StepReport
+from rayzero.workers.step_rows import StepRows, combine
 
 _COMBINED = (FrameKind.STEPS, FrameKind.QUIET)
 
@@ -59,21 +59,3 @@ def make_batch(received: Iterable[tuple[int, Frame]]) -> NodeBatch:
         workers, numbers, messages = zip(*reports[key], strict=True)
         batch.rows.append((combine(workers, messages), numbers))
     return batch
-
-
-def combine(workers: Sequence[int], reports: Sequence[StepReport]) -> StepRows:
-    """One record of some workers' reports, of the same step, and with the same gauges."""
-    first = reports[0]
-    values = array("d")
-    for report in reports:
-        values.extend(report.gauges.values())
-    return StepRows(
-        first.generation,
-        first.step,
-        tuple(workers),
-        tuple(report.rank for report in reports),
-        tuple(first.gauges),
-        values.tobytes(),
-        tuple(report.counters for report in reports),
-        tuple(report.at_s for report in reports),
-    )

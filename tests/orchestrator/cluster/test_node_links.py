@@ -31,7 +31,8 @@ from rayzero.workers.agent.link import (
 )
 from rayzero.workers.agent.message_sender import MessageSender
 from rayzero.workers.agent.node_agent import AgentServer
-from rayzero.workers.messages import Heartbeat, LogLine, StepReport, StepRows, WorkerMessage
+from rayzero.workers.messages import Heartbeat, LogLine, StepReport, WorkerMessage
+from rayzero.workers.step_rows import StepRows
 
 LIMIT_S = 30.0
 

@@ -17,8 +17,8 @@ import pytest
 from rayzero.orchestrator.aio import WORKER_POLL_S
 from rayzero.orchestrator.job_events import FaultDetected
 from rayzero.orchestrator.spec import RecoverySpec
-from rayzero.workers.agent.batches import combine
 from rayzero.workers.messages import Heartbeat, StepReport
+from rayzero.workers.step_rows import combine
 from tests.orchestrator.support import Harness
 
 RANKS = 4

@@ -9,8 +9,8 @@ from rayzero.orchestrator.control.generation import GenerationState
 from rayzero.orchestrator.control.weight_versions import WeightVersions
 from rayzero.orchestrator.policies.membership import Selected
 from rayzero.orchestrator.progress import JobProgress, StepRecord
-from rayzero.workers.agent.batches import combine
 from rayzero.workers.messages import Mirrored, RankAssignment, StepReport, WorkerInfo
+from rayzero.workers.step_rows import combine
 from rayzero.workers.vault.records import Restore, SlotRef
 from rayzero.workers.weights.directory import WeightDirectory, WeightVersion
 

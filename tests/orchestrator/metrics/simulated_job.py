@@ -26,10 +26,10 @@ from rayzero.orchestrator.metrics.job_metrics import JobMetrics, Timestamps
 from rayzero.orchestrator.policies.failure import Fault, FaultCause
 from rayzero.orchestrator.progress import JobProgress, StepRecord
 from rayzero.orchestrator.spec import CheckpointSpec, JobSpec, RecoverySpec, RoleSpec, Workers
-from rayzero.workers.agent.batches import combine
 from rayzero.workers.messages import Heartbeat, RoleReport, StepReport, WorkerInfo
 from rayzero.workers.rollouts.counts import RolloutCounts
 from rayzero.workers.spread import Spread
+from rayzero.workers.step_rows import combine
 
 SPEC = JobSpec(
     name="gpt",

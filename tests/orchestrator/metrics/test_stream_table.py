@@ -8,8 +8,8 @@ from rayzero.orchestrator.metrics.snapshot import make_snapshot
 from rayzero.orchestrator.metrics.snapshot_model import validate_snapshot
 from rayzero.orchestrator.metrics.stream_table import MAX_SOURCES, StreamTable
 from rayzero.orchestrator.progress import JobProgress, StepRecord
-from rayzero.workers.agent.batches import combine
 from rayzero.workers.messages import StepReport
+from rayzero.workers.step_rows import combine
 from tests.orchestrator.metrics.simulated_job import SimulatedJob, eventful_job
 
 

@@ -16,8 +16,8 @@ from rayzero.orchestrator.policies.usefulness import (
     nothing_left,
 )
 from rayzero.orchestrator.progress import JobProgress
-from rayzero.workers.agent.batches import combine
 from rayzero.workers.messages import StepReport
+from rayzero.workers.step_rows import combine
 
 
 def report(rank: int, step: int, **gauges: float) -> StepReport:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from rayzero.orchestrator.control.weight_versions import WeightVersions
 from rayzero.orchestrator.progress import JobProgress
-from rayzero.workers.agent.batches import combine
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.messages import Mirrored, MirrorPolicy, StepReport
+from rayzero.workers.step_rows import combine
 from rayzero.workers.vault.client import VaultClient
 from rayzero.workers.vault.records import Restore
 from rayzero.workers.weights.directory import WeightVersion
