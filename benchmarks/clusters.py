@@ -1,16 +1,20 @@
-"""Local Ray clusters of one node, or of several nodes that can be lost."""
+"""Local Ray clusters of one node and a head that can be lost, or of several nodes that can be."""
 
 from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from rayzero.orchestrator.cluster.ray_api import stop_error_printer
+from tests.support.durable_head import DurableHead
 
 OBJECT_STORE_BYTES = 80 * 2**20
 FAST_HEALTH_CHECKS = {
@@ -20,19 +24,36 @@ FAST_HEALTH_CHECKS = {
     "RAY_health_check_failure_threshold": "3",
 }
 """Detect a lost node in seconds; Ray's defaults take a minute."""
-START_ATTEMPTS = 4
+NODE_IP = "127.0.0.2"
+"""Of the node of a cluster with one node, beside a head without CPUs."""
 
 
-def _start_local_cluster(**options: Any) -> None:
-    """Ray gives its own processes 30 s to start, which they may miss on a busy machine."""
-    for attempt in range(START_ATTEMPTS):
+@dataclass(frozen=True)
+class BenchmarkCluster:
+    """A cluster that this process is connected to.
+
+    Args:
+        replace_lost_nodes: call it on the main thread only, as Ray requires.
+        head: the whole cluster, if it has one node: its head can be lost.
+    """
+
+    replace_lost_nodes: Callable[[], None]
+    head: DurableHead | None = None
+
+
+@contextmanager
+def _connect_to_node(cpus: int, quiet: dict[str, Any]) -> Iterator[BenchmarkCluster]:
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")  # of this process
+    with (
+        tempfile.TemporaryDirectory(prefix="cluster-") as folder,
+        closing(DurableHead(Path(folder), cpus)) as head,
+    ):
+        ray.init(address=head.address, _node_ip_address=NODE_IP, **quiet)
+        stop_error_printer()
         try:
-            ray.init(address="local", include_dashboard=False, **options)
-            return
-        except Exception as error:
+            yield BenchmarkCluster(lambda: None, head)
+        finally:
             ray.shutdown()
-            if not _is_slow_start(error) or attempt == START_ATTEMPTS - 1:
-                raise
 
 
 def _is_slow_start(error: Exception) -> bool:
@@ -40,26 +61,19 @@ def _is_slow_start(error: Exception) -> bool:
 
 
 @contextmanager
-def connect_to_cluster(nodes: int, cpus: int) -> Iterator[Callable[[], None]]:
+def connect_to_cluster(nodes: int, cpus: int) -> Iterator[BenchmarkCluster]:
     """Start a cluster with this process as its driver.
 
     Args:
-        nodes: worker nodes; if there are several, the head has no CPUs.
-        cpus: per node.
-
-    Yields:
-        a function that replaces lost nodes. Call it on the main thread only, as Ray requires.
+        nodes: worker nodes.
+        cpus: per node. The head has none.
     """
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # the cluster is local
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if nodes == 1:
-        _start_local_cluster(num_cpus=cpus, **quiet)
-        stop_error_printer()
-        try:
-            yield lambda: None
-        finally:
-            ray.shutdown()
+        with _connect_to_node(cpus, quiet) as of_node:
+            yield of_node
         return
     # Deferred: a testing utility with additional dependencies.
     from ray.cluster_utils import Cluster
@@ -83,7 +97,7 @@ def connect_to_cluster(nodes: int, cpus: int) -> Iterator[Callable[[], None]]:
         ray.init(address=cluster.address, **quiet)
         stop_error_printer()
         replace_lost_nodes()
-        yield replace_lost_nodes
+        yield BenchmarkCluster(replace_lost_nodes)
     finally:
         ray.shutdown()
         cluster.shutdown()  # type: ignore[no-untyped-call]

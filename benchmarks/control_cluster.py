@@ -12,7 +12,7 @@ import pickle
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,14 +20,16 @@ from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rayzero.workers.agent.link import Frame, FrameKind, Link, read_frame
+from rayzero.workers.agent.link import Attach, Frame, FrameKind, Link, NodeCommand, read_frame
 from rayzero.workers.agent.local_workers import LocalWorkers
 from rayzero.workers.agent.node_agent import BEAT_S
 from rayzero.workers.authenticated import AuthenticatedServer
 from rayzero.workers.messages import (
+    GenerationSpec,
     Heartbeat,
     Joined,
     Prepared,
+    RankAssignment,
     Restored,
     StepReport,
     Stopped,
@@ -36,6 +38,7 @@ from rayzero.workers.messages import (
 )
 from rayzero.workers.vault.records import ConnectionLost, SlotInfo
 
+CONTROLLER = Attach(0, b"benchmark")
 START_S = 0.3
 """Start time of a replacement worker."""
 FAULT_RETRY_S = 0.02
@@ -109,7 +112,10 @@ class SimulatedAgents(AuthenticatedServer):
         try:
             while True:
                 frame = await read_frame(reader)
-                if link.accept(frame) and frame.kind is FrameKind.CALL:
+                is_new = link.accept(frame)
+                if is_new and frame.kind is FrameKind.COMMAND:
+                    self._cluster.command(pickle.loads(frame.payload))
+                elif is_new and frame.kind is FrameKind.CALL:
                     number, name, args = pickle.loads(frame.payload)
                     reply = number, None, self._cluster.execute(name, *args)
                     link.send(FrameKind.REPLY, pickle.dumps(reply))
@@ -151,6 +157,17 @@ class _Cluster:
         """Execute a command of the controller and return its reply."""
         return getattr(self, f"_do_{name}")(*args)
 
+    def command(self, command: NodeCommand) -> None:
+        """Execute a command in each of its workers."""
+        method, arguments = pickle.loads(command.call)
+        for index, own in command.own.items():
+            worker = self._workers[index]
+            if worker.alive:
+                result = getattr(self, f"_on_{method}")(worker, *arguments, *pickle.loads(own))
+                reply = pickle.dumps((None, result))
+                answer = pickle.dumps((CONTROLLER.controller, command.number, reply))
+                self._send_frame(worker, FrameKind.ANSWER, answer)
+
     def _do_start(self) -> tuple[WorkerInfo, ...]:
         for index in range(self._scale.workers):
             self._add(f"node-{index // self._scale.per_node}")
@@ -168,34 +185,35 @@ class _Cluster:
     def _do_kill(self, worker: int) -> None:
         self._workers[worker].alive = False
 
-    def _do_prepare(self, ranks: dict[int, int], generation: int) -> None:
-        for index, rank in ranks.items():
-            self._send(self._workers[index], Prepared(generation, rank))
+    def _on_open_store(self, worker: _Worker) -> int:
+        return 4000
 
-    def _do_assign(self, ranks: dict[int, int], generation: int, world_size: int) -> None:
+    def _on_assign(self, worker: _Worker, spec: GenerationSpec, place: RankAssignment) -> None:
+        generation = spec.generation
+        if spec.is_ahead:
+            self._send(worker, Prepared(generation, place.rank))
+            return
         if generation > self._generation:
-            self._generation, self._world_size = generation, world_size
+            self._generation, self._world_size = generation, spec.world_size
             self._members, self._draining = [], False
         if generation < self._generation:
             return
-        for index, rank in ranks.items():
-            worker = self._workers[index]
-            if worker.alive:
-                worker.generation, worker.rank = generation, rank
-                self._members.append(worker)
-        if len(self._members) == world_size:
+        worker.generation, worker.rank = generation, place.rank
+        self._members.append(worker)
+        if len(self._members) == spec.world_size:
             for member in self._members:
                 joined = Joined(generation, member.rank)
                 self._send(member, joined, Restored(generation, member.rank, self._step))
 
-    def _do_leave(self, workers: Sequence[int], generation: int) -> None:
-        for worker in map(self._workers.__getitem__, workers):
-            if worker.generation == generation and worker.alive:
-                worker.generation = 0
-                self._send(worker, Stopped(generation, worker.rank, stays=True))
+    def _on_fence(self, worker: _Worker, generation: int) -> None:
+        if worker.generation == generation:
+            worker.generation = 0
+            self._send(worker, Stopped(generation, worker.rank, stays=True))
 
-    def _do_drain(self, workers: Sequence[int], generation: int) -> None:
-        self._draining |= any(self._workers[i].generation == generation for i in workers)
+    _on_stop = _on_fence
+
+    def _on_drain(self, worker: _Worker, generation: int) -> None:
+        self._draining |= worker.generation == generation
 
     def _do_inventory(self, node: str) -> list[SlotInfo]:
         return self._slots.get(node, [])
@@ -242,7 +260,7 @@ class _Cluster:
             return
         worker = self._rng.choice(self._members)
         worker.alive = False
-        lost = ConnectionLost(worker.info.index, worker.info.pid)
+        lost = ConnectionLost(worker.info.index, worker.info.pid, has_ended=True)
         self._send_event(worker.info.node_id, (lost, time.monotonic()))
         self._inject_fault_later()
 
@@ -260,7 +278,9 @@ class _Cluster:
             kind = FrameKind.STEPS
         elif isinstance(messages[-1], Heartbeat):
             kind = FrameKind.QUIET
-        payload = pickle.dumps([*messages], pickle.HIGHEST_PROTOCOL)
+        self._send_frame(worker, kind, pickle.dumps([*messages], pickle.HIGHEST_PROTOCOL))
+
+    def _send_frame(self, worker: _Worker, kind: FrameKind, payload: bytes) -> None:
         frame = Frame(kind, next(self._frames), 0, payload)
         self._agents[worker.info.node_id].workers.add(worker.info.index, frame)
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from types import SimpleNamespace
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from ray.exceptions import ActorUnschedulableError
-
+from benchmarks.control_cluster import CONTROLLER
 from rayzero.orchestrator.aio import PendingReplies, WorkerReports
-from rayzero.orchestrator.cluster.actor_calls import WorkerWatch
 from rayzero.orchestrator.cluster.node_links import NodeLink, WorkerMail
+from rayzero.orchestrator.cluster.worker_commands import Call, WorkerCommands
+from rayzero.orchestrator.cluster.worker_watch import WorkerWatch
 from rayzero.orchestrator.errors import VaultLostError
 from rayzero.orchestrator.policies.placement import ResourceRequest
 from rayzero.workers.agent.link import AgentAddress, Attach
@@ -37,11 +36,18 @@ class SimulatedGroup:
         """From each fault to the first command after it."""
         self.num_faults = 0
         self._mail = WorkerMail()
-        self._watch = WorkerWatch(self._mail, self._wait_end)
-        self._ends: dict[int, Future[None]] = {}
+        self._links: dict[str, NodeLink] = {}
+        self._commands = WorkerCommands(CONTROLLER, self._links.get)
+        self._mail.on_answer = self._commands.on_answer
+        self._nodes: dict[int, str] = {}
+        self._watch = WorkerWatch(
+            self._mail, self._commands, self._nodes.__getitem__, self._find_cause
+        )
         address = AgentAddress("", "127.0.0.1", port, secret)
         names = [f"node-{number}" for number in range(nodes)]
-        self._links = {it: NodeLink(address, Attach(0, it.encode()), self._mail) for it in names}
+        for name in names:
+            attach, on_news = Attach(0, name.encode()), partial(self._on_news, name)
+            self._links[name] = NodeLink(address, attach, self._mail, on_news)
         self._first = self._links[names[0]]
         self._started: asyncio.Queue[WorkerInfo] = asyncio.Queue()
         self._unanswered_faults_s: list[float] = []
@@ -59,7 +65,9 @@ class SimulatedGroup:
         on_waiting: Callable[[str], None],
     ) -> tuple[WorkerInfo, ...]:
         await asyncio.gather(*(link.attached() for link in self._links.values()))
-        return tuple(await self._first.call("start"))
+        workers = tuple(await self._first.call("start"))
+        self._nodes |= {worker.index: worker.node_id for worker in workers}
+        return workers
 
     async def next_worker(self) -> WorkerInfo:
         return await self._started.get()
@@ -82,24 +90,25 @@ class SimulatedGroup:
 
     async def call(self, target: Any, method: Callable[..., Any], *args: Any) -> Any:
         """Call a worker or the vault of a node."""
-        return await getattr(self, method.__name__)(target, *args)
+        if target in self._links:
+            return await getattr(self, method.__name__)(target, *args)
+        call = Call(method.__name__, args, in_order=False)
+        return await self._commands.call(target, self._nodes[target], call)
 
     def broadcast(
         self, workers: Iterable[int], method: Callable[..., None], *args: Any
     ) -> PendingReplies:
-        replies: PendingReplies = getattr(self, method.__name__)(workers, *args)
-        return replies
-
-    async def open_store(self, worker: int) -> int:
-        return 4000
+        if method.__name__ in ("stop", "fence"):
+            now_s = time.monotonic()
+            self.reaction_s += [now_s - fault_s for fault_s in self._unanswered_faults_s]
+            self._unanswered_faults_s.clear()
+        return self._watch.broadcast(workers, Call(method.__name__, args, in_order=True))
 
     def assign(
         self, spec: GenerationSpec, assignments: Mapping[int, RankAssignment]
     ) -> PendingReplies:
-        ranks = {worker: assignment.rank for worker, assignment in assignments.items()}
-        if spec.is_ahead:
-            return self._broadcast("prepare", ranks, spec.generation)
-        return self._broadcast("assign", ranks, spec.generation, spec.world_size)
+        own = {worker: (assignment,) for worker, assignment in assignments.items()}
+        return self._watch.broadcast(assignments, Call("assign", (spec,), in_order=True, own=own))
 
     def subscribe(self, workers: Iterable[int]) -> None:
         self._watch.subscribe(workers)
@@ -111,26 +120,14 @@ class SimulatedGroup:
         faults: list[ConnectionLost] = []
         for event in await self._links[node].events():
             if isinstance(event, WorkerInfo):
+                self._nodes[event.index] = event.node_id
                 self._started.put_nowait(event)
                 continue
             lost, fault_s = event
             self.num_faults += 1
             self._unanswered_faults_s.append(fault_s)
             faults.append(lost)
-            asyncio.get_running_loop().call_later(RAY_DELAY_S, self._end, lost.worker)
         return faults
-
-    def stop(self, workers: Iterable[int], generation: int) -> PendingReplies:
-        return self.fence(workers, generation)
-
-    def fence(self, workers: Iterable[int], generation: int) -> PendingReplies:
-        now_s = time.monotonic()
-        self.reaction_s += [now_s - fault_s for fault_s in self._unanswered_faults_s]
-        self._unanswered_faults_s.clear()
-        return self._broadcast("leave", tuple(workers), generation)
-
-    def drain(self, workers: Iterable[int], generation: int) -> PendingReplies:
-        return self._broadcast("drain", tuple(workers), generation)
 
     async def draining_nodes(self) -> frozenset[str]:
         return frozenset()
@@ -148,24 +145,13 @@ class SimulatedGroup:
     async def release(self) -> None:
         pass
 
-    def _wait_end(self, worker: int) -> Any:
-        """The reference of a call that ends with the worker."""
-        self._ends[worker] = future = Future()
-        return SimpleNamespace(future=lambda: future)
+    def _on_news(self, node: str, events: list[Any]) -> None:
+        self._commands.on_news(node, [it[0] for it in events if not isinstance(it, WorkerInfo)])
 
-    def _end(self, worker: int) -> None:
+    async def _find_cause(self, worker: int) -> str:
         """Ray reports a worker's death."""
-        self._ends.pop(worker).set_exception(ActorUnschedulableError("it was killed"))
-
-    def _broadcast(self, name: str, workers: Collection[int], *args: Any) -> PendingReplies:
-        replies = PendingReplies(workers)
-
-        async def call() -> None:
-            await self._first.call(name, workers, *args)
-            replies.mark_done(tuple(workers))
-
-        self._spawn(call())
-        return replies
+        await asyncio.sleep(RAY_DELAY_S)
+        return "it was killed"
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(work)

@@ -40,7 +40,7 @@ from rayzero.orchestrator.control.components import Dependencies
 from rayzero.orchestrator.control.controller import Controller
 from rayzero.orchestrator.errors import JobStoppedError
 from rayzero.orchestrator.facts import EventBus
-from rayzero.orchestrator.job.actor import tune_gc_and_switch_interval
+from rayzero.orchestrator.job.process import tune_gc_and_switch_interval
 from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
 from rayzero.orchestrator.job_events import JobEvent, Repaired, StateEntered
 from rayzero.orchestrator.machine import State

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks import hostile, role_disruptions
+from benchmarks import head_faults, hostile, role_disruptions, stream_faults
 from benchmarks.scripted_faults import (
     kill_in_long_step,
     kill_starting,
@@ -32,6 +32,7 @@ class Disruption:
             the job is repaired; it calls `Target.mark_fired` where the effect is earlier than its
             return. Raises NotHeldError if the job does not bear it.
         min_nodes: worker nodes that it needs.
+        needs_head: whether it loses the head, which only comes back in a cluster of one node.
         per_episode: at most so many in an episode; 0: any number.
         at_start: may be inflicted before the first step, too.
         at_end: may be inflicted before the last step, too.
@@ -44,6 +45,7 @@ class Disruption:
     description: str
     inflict: Callable[[Target, random.Random], None]
     min_nodes: int = 1
+    needs_head: bool = False
     per_episode: int = 0
     at_start: bool = False
     at_end: bool = False
@@ -107,6 +109,42 @@ _KINDS = (
         "SIGKILL to all Ray processes of one node, then of the other",
         hostile.lose_nodes,
         min_nodes=2,
+    ),
+    Disruption(
+        "cut_stream",
+        "the TCP connection between the controller and an agent is broken",
+        stream_faults.cut_stream,
+        needs_repair=False,
+        why_not=stream_faults.why_no_descriptors,
+    ),
+    Disruption(
+        "delay_stream",
+        "nothing arrives over these connections for two seconds",
+        stream_faults.delay_stream,
+        needs_repair=False,
+        why_not=stream_faults.why_no_descriptors,
+    ),
+    Disruption(
+        "lose_head",
+        "SIGKILL to all processes of the cluster's head, which comes back from its store",
+        head_faults.lose_head,
+        needs_head=True,
+        per_episode=2,
+    ),
+    Disruption(
+        "lose_head_and_worker",
+        "the same, and SIGKILL to a worker while the head is away",
+        head_faults.lose_head_and_worker,
+        needs_head=True,
+        per_episode=2,
+    ),
+    Disruption(
+        "fence_controller",
+        "the head is lost, and the job's process is paused until its successor has attached",
+        head_faults.fence_controller,
+        needs_head=True,
+        per_episode=1,
+        why_not=hostile.why_no_second_submission,
     ),
     Disruption(
         "stop_generators",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks import soak_job, soak_rollouts, soak_streams
+from benchmarks.clusters import BenchmarkCluster
 from benchmarks.disruptions import DisruptionRunner
 from benchmarks.soak_control import SoakControl, parse_disruption
 from benchmarks.soak_plan import Plan
@@ -29,8 +29,11 @@ from benchmarks.soak_submission import (
 from benchmarks.soak_target import Target
 from rayzero.engine.data.sample_ledger import Order, check_ledger, read_ledger
 from rayzero.engine.data.sampling import SampleOrder
+from tests.support.durable_head import DurableHead
 
 RTOL, ATOL = 1e-9, 1e-12
+TITLES = "ray::WorkerActor", "ray::VaultActor", "ray::JobActor", "ray::RoleActor"
+END_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,12 @@ class Outcome:
     resizes: int = 0
 
 
-def run(episode: Plan, folder: Path, nodes: int, replace_lost_nodes: Callable[[], None]) -> Outcome:
+def run(episode: Plan, folder: Path, nodes: int, cluster: BenchmarkCluster) -> Outcome:
     """Run an episode on the Ray cluster that this process is connected to.
 
     Args:
         folder: an empty folder for the job's files.
-        replace_lost_nodes: called periodically.
+        cluster: that cluster.
     """
     start_s, control = time.monotonic(), SoakControl.from_environment()
     control.clear()
@@ -62,7 +65,9 @@ def run(episode: Plan, folder: Path, nodes: int, replace_lost_nodes: Callable[[]
         samples = [points[number] for number in range(len(points))]
         soak_streams.write(episode.stream, folder / STREAM_FOLDER, samples)
     log = EventLogger(output_dir, control)
-    target = Target(output_dir, control, episode.workers, threading.Event(), successor.start)
+    target = Target(
+        output_dir, control, episode.workers, threading.Event(), successor.start, cluster.head
+    )
     disruptions = [text for text in episode.faults if parse_disruption(text) is not None]
     runner = DisruptionRunner(target, disruptions, episode.seed)
     runner.start()
@@ -73,7 +78,7 @@ def run(episode: Plan, folder: Path, nodes: int, replace_lost_nodes: Callable[[]
             episode,
             folder,
             log,
-            replace_lost_nodes,
+            cluster.replace_lost_nodes,
             deadline_s,
             successor.is_started,
             target.on_submitted,
@@ -86,6 +91,8 @@ def run(episode: Plan, folder: Path, nodes: int, replace_lost_nodes: Callable[[]
         runner.stop()
         successor.stop()
     lost += runner.problems
+    if cluster.head is not None:
+        lost += _find_left(cluster.head)
     if episode.rollouts:
         lost += [
             f"{it.copied_redone} finished steps that all ranks had copied were done again after "
@@ -101,6 +108,14 @@ def run(episode: Plan, folder: Path, nodes: int, replace_lost_nodes: Callable[[]
         lost += _check_training(episode, folder)
     fired = [event.fault for event in soak_job.read_fired(str(output_dir))]
     return Outcome(episode, time.monotonic() - start_s, fired, log.recoveries, lost, log.resizes)
+
+
+def _find_left(head: DurableHead) -> list[str]:
+    """The processes of the job that outlive it."""
+    deadline_s = time.monotonic() + END_TIMEOUT_S
+    while (left := head.processes(*TITLES)) and time.monotonic() < deadline_s:
+        time.sleep(0.5)
+    return [f"{title} outlives the job" for title in left]
 
 
 def _check_training(episode: Plan, folder: Path) -> list[str]:

@@ -28,7 +28,7 @@ class FaultCost:
         step: the last step finished before the fault.
         wall_s: from the fault (for a hang: from its detection) to the end of the next new step.
         step_s: duration of that step, or the median if the system does not report it.
-        median_step_s: median step time without faults.
+        median_step_s: median step time without faults; `usual_step_s`: its 95th percentile.
         detection_s: from a hang to its detection; 0 for a kill, whose detection is in `wall_s`.
         parts: duration of each recovery phase in seconds, if the system reports them.
         steps_redone: finished steps that were repeated.
@@ -43,6 +43,7 @@ class FaultCost:
     steps_redone: int
     restarted: int
     detection_s: float = 0.0
+    usual_step_s: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
 
     @property

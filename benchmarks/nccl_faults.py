@@ -51,7 +51,6 @@ from tests.workers.support import setup
 
 STEPS = 16
 PAUSE_S = 0.05
-HANG_TIMEOUT_S = 4.0
 TIMEOUT_S = 180.0
 """For a schedule, of which a busy machine needs 40 s."""
 
@@ -103,7 +102,6 @@ def run(schedule: Schedule, folder: Path) -> Outcome:
         seed=schedule.seed,
         checkpoint={"path": str(folder)},
         recovery={
-            "hang_timeout_s": HANG_TIMEOUT_S,
             "max_faults": 1000,
             "fault_window_s": 1.0,
             "mirror_every": 1,

@@ -172,6 +172,7 @@ class _FaultInjector:
         victim = self._rng.choice(self._workers)
         others = [worker for worker in self._workers if worker != victim]
         median_step_s = median(self._step_times)
+        usual_step_s = sorted(self._step_times)[int(0.95 * (len(self._step_times) - 1))]
         self._victims[victim.pid] = start_times[victim]
         told = told_file(self._plan.folder, victim.pid) if self._plan.hangs else None
         fault = self._plan.fault
@@ -198,6 +199,7 @@ class _FaultInjector:
                     event.steps_redone,
                     sum(process_start_time(w.pid) != start_times[w] for w in others),
                     start_s - fault_at_s,
+                    usual_step_s,
                     {"report": detected_at_s - start_s, **event.seconds},
                 )
         raise TimeoutError  # not reached: _events raises

@@ -11,18 +11,18 @@ from pathlib import Path
 
 from benchmarks.soak_control import parse_disruption
 from benchmarks.soak_target import NotHeldError, Target
-from rayzero.workers.chaos.inject import FAULT_RECORD_FILE, FaultRecord
+from rayzero.workers.chaos.inject import FAULT_RECORD_FILE
 
 START_TIMEOUT_S = 240.0
 SWALLOW_TIMEOUT_S = 60.0
-"""Many times the hang rule of the job."""
+"""Many times the job's patience."""
 ATTEMPTS = 5
 STEPS_WITHOUT = 2
 """That a rank finishes without one that was killed, at least, where it was repaired."""
 STEPS_AHEAD = 4
 """From a request to the step in which all ranks find it."""
 READ_ONLY_S = (0.3, 1.5)
-"""A ledger waits for its storage for half of the job's hang rule, which is 4 s."""
+"""A ledger waits for its storage for half of the job's patience, which is 10 s."""
 # Staged: a mount that has writers already cannot become read-only.
 _MAKE_READ_ONLY = """
 mount --bind "$1" "$2"
@@ -41,13 +41,13 @@ umount -l "$2"
 def kill_in_long_step(target: Target, rng: random.Random) -> None:
     """SIGKILL to one rank while all are inside one call; the survivors must live."""
     step, pids = _enter_long_step(target)
-    injected = _injected(target)
+    injected = target.injected()
     victim = rng.choice(sorted(pids))
     target.mark_fired()
     target.kill(victim)
     target.wait_for_step(step + 1)
     dead = [pid for pid in pids - {victim} if not target.is_alive(pid)]
-    if dead and _injected(target) == injected:
+    if dead and target.injected() == injected:
         raise NotHeldError(f"{target.text}: processes {dead} survived {victim}, but were ended")
 
 
@@ -150,8 +150,3 @@ def _run_in(namespace_pid: int, script: str, *arguments: str) -> None:
     prefix = [] if own == other else ["nsenter", "-t", str(namespace_pid), "-m"]
     command = [*prefix, "sh", "-ec", script, "sh", *arguments]
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
-
-
-def _injected(target: Target) -> int:
-    """Faults that the product's own injector has fired."""
-    return len(FaultRecord(target.job_dir).read())

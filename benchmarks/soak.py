@@ -56,7 +56,12 @@ ROLLOUT_KINDS = (
 def kinds_for(nodes: int, job: str = "") -> list[str]:
     """The kinds of faults that need no more than so many nodes, and that the job can have, which is
     one of "rollouts", or on a "stream"."""
-    return [name for name in DESCRIPTIONS if _nodes_needed(name) <= nodes and _fits(name, job)]
+    return [name for name in DESCRIPTIONS if _is_possible(name, nodes) and _fits(name, job)]
+
+
+def _is_possible(name: str, nodes: int) -> bool:
+    needs_head = name in DISRUPTIONS and DISRUPTIONS[name].needs_head
+    return _nodes_needed(name) <= nodes and not (needs_head and nodes > 1)
 
 
 def _fits(name: str, job: str) -> bool:
@@ -242,11 +247,11 @@ def main(arguments: list[str]) -> int:
         console.print(f"without {name}: {reason}")
     control = tempfile.mkdtemp(prefix="soak-control-")
     os.environ[FOLDER_VARIABLE] = control  # inherited by the workers
-    with connect_to_cluster(options.nodes, CPUS[options.nodes]) as replace_lost_nodes:
+    with connect_to_cluster(options.nodes, CPUS[options.nodes]) as cluster:
         for episode in remaining_episodes(options, len(record.outcomes)):
             folder = Path(tempfile.mkdtemp(prefix=f"soak-{episode.number}-"))
-            replace_lost_nodes()
-            outcome = run(episode, folder, options.nodes, replace_lost_nodes)
+            cluster.replace_lost_nodes()
+            outcome = run(episode, folder, options.nodes, cluster)
             record.add(outcome)
             console.print(format_outcome(outcome), style="red" if outcome.lost else None)
             if outcome.lost or options.keep:

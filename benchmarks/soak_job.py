@@ -25,8 +25,10 @@ TAIL = 30
 """Final steps, which wait longer for pending faults."""
 LEARNING_RATE = 1e-2
 LONG_CALL_S = 2.5
-"""Below the job's hang rule, and over a hundred usual steps."""
+"""Below the least learned limit of a hang, and over a hundred usual steps."""
 SWALLOW_PAUSE_S = 0.1
+SLOWLY, SLOW_PAUSE_S = "slowly", 2.0
+"""A request while which the job must not end, and its pause: each step takes as long."""
 SAVE_TIMEOUT_S = 3.0
 GROUP, PROMPTS = 3, list(range(7))
 """Of a job with rollouts."""
@@ -84,7 +86,8 @@ def train(ctx: Context) -> None:
         step = engine.progress.step
         control.report(RankState(ctx.rank, os.getpid(), step, ctx.world_size))
         if engine.progress.micro_step == 0:
-            time.sleep(_pause_s(ctx, step))
+            is_slow = control.requested(SLOWLY) is not None
+            time.sleep(SLOW_PAUSE_S if is_slow else _pause_s(ctx, step))
             _maybe_stay_long(control, step)
         swallows = swallows or control.take(f"swallow-{os.getpid()}")
         try:

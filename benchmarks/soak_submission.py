@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -26,6 +27,7 @@ from rayzero.orchestrator.job.handle import JobHandle
 from rayzero.orchestrator.job_events import (
     JobEvent,
     JobWarning,
+    Reattached,
     Repaired,
     Resized,
     RoleFault,
@@ -45,7 +47,9 @@ FAULT_TIMEOUT_S, LEAST_TIMEOUT_S = 120.0, 600.0
 STOP_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 1.0
 CHECKPOINT_INTERVAL = 5
-HANG_TIMEOUT_S = 4.0
+PATIENCE_S = 10.0
+"""Of a rank that does not leave its generation, a disk and a store. Hangs are found by limits that
+are learned, as by default."""
 LEASE_S = 3.0
 START_TIMEOUT_S = 120.0
 """Also for a new process's first step, in which a fault may hang it."""
@@ -105,7 +109,7 @@ def make_job(episode: Plan, folder: Path) -> Job:
             "every_steps": CHECKPOINT_INTERVAL,
             "lease_s": LEASE_S,
         },
-        recovery={"hang_timeout_s": HANG_TIMEOUT_S, "max_faults": 1000, "fault_window_s": 1.0},
+        recovery={"patience_s": PATIENCE_S, "max_faults": 1000, "fault_window_s": 1.0},
         faults=[text for text in episode.faults if parse_disruption(text) is None],
         ledger=True,
         **of_rollouts,
@@ -200,6 +204,8 @@ class EventLogger:
             self.resizes += 1
         elif isinstance(event, RunAdopted):
             self._adopted = event, now_s
+        elif isinstance(event, Reattached):
+            self.recoveries.append(Recovery(self._cause("reattached"), event.offline_s, 0))
         elif isinstance(event, RoleFault):
             self._role_faults[event.role, event.number] = event.cause, now_s
         elif isinstance(event, RoleWorkerReady):
@@ -223,8 +229,19 @@ class EventLogger:
         if self._adopted is not None:
             (adopted, at_s), self._adopted = self._adopted, None
             seconds = adopted.offline_s + time.monotonic() - at_s
-            redone = max(0, adopted.step - record.step + 1)
-            self.recoveries.append(Recovery("kill_controller", seconds, redone))
+            redone = max(0, self._finished_before(record.generation) - record.step + 1)
+            self.recoveries.append(Recovery(self._cause("adopted"), seconds, redone))
+
+    def _finished_before(self, generation: int) -> int:
+        """The newest step that all ranks of an earlier generation have in the ledger: nobody was
+        told of those that were finished without a controller."""
+        newest: defaultdict[str, list[int]] = defaultdict(list)
+        for path in self._output_dir.glob("ledger/*/generation-*-rank-*.jsonl"):
+            name, _, _ = path.name.partition("-rank-")
+            lines = path.read_text().splitlines()
+            newest[name].append(max((json.loads(line)["step"] for line in lines), default=0))
+        before = (it for name, it in newest.items() if int(name.split("-")[1]) < generation)
+        return max(map(min, before), default=0)
 
     def _cause(self, reported: str) -> str:
         """Kind of the first fault since the last repair; the reported cause if there is none."""
@@ -304,8 +321,8 @@ def main(arguments: list[str]) -> int:
     episode = Plan(**(values | {"faults": tuple(values["faults"])}))
     log = EventLogger(path.parent / JOB_NAME, SoakControl.from_environment())
     deadline_s = time.monotonic() + timeout_s(episode)
-    with connect_to_cluster(nodes, CPUS[nodes]) as replace_lost_nodes:
-        error = run_job(episode, path.parent, log, replace_lost_nodes, deadline_s)
+    with connect_to_cluster(nodes, CPUS[nodes]) as cluster:
+        error = run_job(episode, path.parent, log, cluster.replace_lost_nodes, deadline_s)
     result = {"error": error, "recoveries": [asdict(entry) for entry in log.recoveries]}
     (path.parent / "successor-result.json").write_text(json.dumps(result))
     return int(bool(error))

@@ -19,7 +19,9 @@ from benchmarks.soak_control import RankState, SoakControl
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.job.handle import JobHandle
 from rayzero.orchestrator.results import JobStatus
+from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import FaultFired
+from tests.support.durable_head import DurableHead
 
 T = TypeVar("T")
 
@@ -47,6 +49,7 @@ class Target:
         ended: set when the job has ended.
         root_pid: the process whose descendants are the job's cluster.
         submit_again: starts a second submission of the job; returns its process.
+        head: the cluster, if its head can be lost and come back.
     """
 
     job_dir: Path
@@ -54,6 +57,7 @@ class Target:
     workers_expected: int
     ended: threading.Event
     submit_again: Callable[[], int]
+    head: DurableHead | None = None
     root_pid: int = field(default_factory=os.getpid)
     text: str = ""
     """The disruption in progress, such as `attack_store(step=7)`."""
@@ -112,6 +116,10 @@ class Target:
     def step(self) -> int:
         """Finished steps; 0 before the first."""
         return max((state.step for state in self.ranks()), default=0)
+
+    def injected(self) -> int:
+        """Faults that the product's own injector has fired."""
+        return len(FaultRecord(self.job_dir).read())
 
     def mark_fired(self) -> None:
         """Records that the disruption has taken effect, once; the runner does so at the latest

@@ -194,10 +194,6 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
         Raises EngineError inside another `no_sync`."""
         return self._step.tracker.without_sync()
 
-    def wait_weights(self) -> None:
-        """Returns when weights may be read outside forward: see `overlap_weight_gather`."""
-        self._runtime.wait_weights()
-
     def state_dict(self, *, by_new_ranks: bool = True) -> dict[str, Tensor]:
         """The full model in CPU memory on rank 0, an empty dict on the others. Collective.
 

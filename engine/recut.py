@@ -187,8 +187,6 @@ class GroupSurvival:
         runtime = step.runtime
         runtime.collectives.in_step = True  # nothing of the previous group is waited for
         step.abandon()
-        if runtime.lazy_weights is not None:
-            runtime.lazy_weights.start({})
         kept = KeptSource(step.state.private_ranges() if keep else [], source)
         if runtime.unshard_scheduler is not None:
             runtime.unshard_scheduler.abandon()

@@ -35,7 +35,6 @@ from rayzero.engine.zero.build_context import BuildContext
 from rayzero.engine.zero.gather_buffers import Block, GatherBuffers
 from rayzero.engine.zero.gradients import GradBufferPool, GradStore, PartialGrads, ShardedGrads
 from rayzero.engine.zero.hooks import hook_blocks, hook_gradients
-from rayzero.engine.zero.lazy_weights import LazyWeights
 from rayzero.engine.zero.parameters import (
     ReplicatedWeights,
     ShardedWeights,
@@ -95,10 +94,6 @@ def make_runtime(
             reshard_after_forward=rayzero.reshard_after_forward,
         )
         hooks += hook_blocks(model, blocks, scheduler)
-    lazy_weights = None
-    if rayzero.overlap_weight_gather and stage.weight_collective is Collective.ALL_GATHER:
-        lazy_weights = LazyWeights(model, units)
-        hooks += lazy_weights.hooks
     unused_params = _make_unused_params(trainable, config)
     hooks += unused_params.hook() if unused_params is not None else []
     return ZeroRuntime(
@@ -111,7 +106,6 @@ def make_runtime(
         grad_reduction=reduction,
         reducer=reducer,
         unshard_scheduler=scheduler,
-        lazy_weights=lazy_weights,
         unused_params=unused_params,
         hooks=hooks + hook_norms(model),
     )

@@ -279,7 +279,7 @@ class TrainingStep:
         """Starts to gather the updated weights. Raises CollectiveError in a group that breaks
         meanwhile, with a state that no other rank may use: the script would read undefined ones."""
         self.meter.enter_phase("publish")
-        self.runtime.sync_model_weights(lazy=True)
+        self.runtime.sync_model_weights()
         gathers = self.runtime.stage.weight_collective is Collective.ALL_GATHER
         if gathers and self.reforming.is_due():
             self.state.revoke()

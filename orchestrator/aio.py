@@ -138,17 +138,10 @@ class PendingReplies:
         self._error = self._error or error
         self._changed.notify()
 
-    async def wait_any(self, workers: frozenset[int]) -> None:
-        """Waits until at least one of these workers is done. Raises as `wait_all`."""
-        await self._wait_until(lambda: not workers <= self.pending)
-
     async def wait_all(self) -> None:
         """Waits until all workers are done. Raises RayzeroError if one failed to execute the
         command."""
-        await self._wait_until(lambda: not self.pending)
-
-    async def _wait_until(self, predicate: Callable[[], bool]) -> None:
-        await self._changed.wait_until(lambda: self._error is not None or predicate())
+        await self._changed.wait_until(lambda: self._error is not None or not self.pending)
         if self._error is not None:
             raise self._error
 

@@ -225,6 +225,7 @@ _EVENT_NAMES: dict[type[job_events.JobEvent], str] = {
     job_events.Resumed: "resumed",
     job_events.MetricsServed: "serving",
     job_events.RunAdopted: "adopted",
+    job_events.Reattached: "reattached",
     job_events.FaultDetected: "fault",
     FaultFired: "injected",
     job_events.Repaired: "repaired",

@@ -47,6 +47,14 @@ def event_lines(event: job_events.JobEvent) -> Iterator[str]:
             yield f"resuming after step {event.step}, from {event.folder}"
         case job_events.RunAdopted():
             yield f"adopted a lost run at step {event.step}, offline for {event.offline_s:.0f} s"
+        case job_events.Reattached():
+            ranks = ", ".join(map(str, event.lost_ranks))
+            yield (
+                f"re-attached to generation {event.generation} at step {event.step}, after "
+                f"{event.offline_s:.0f} s without the job's process"
+                + f"; lost meanwhile: rank{'s' * (len(event.lost_ranks) > 1)} {ranks}"
+                * bool(ranks)
+            )
         case job_events.FaultDetected():
             yield f"fault: {event.text}"
         case job_events.NodeChecked():

@@ -11,12 +11,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import FiniteFloat
 
 from rayzero.engine.redact import redact_url
 from rayzero.orchestrator import job_events
+from rayzero.orchestrator.fact_entries import (
+    CheckpointEntry,
+    FaultEntry,
+    GenerationEntry,
+    RecoveryEntry,
+    recovery_entry,
+)
 from rayzero.orchestrator.job_events import (
     CLIENT_EVENTS,
     FrequentEvent,
@@ -41,51 +48,6 @@ MAX_FAULTS = 1000
 """Faults that are kept for budgets; the newest."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class GenerationEntry:
-    """A generation begins, or loses a rank: with the ranks that are left."""
-
-    at_s: UnixTime
-    generation: Count
-    world_size: Count
-
-
-@dataclass(frozen=True)
-class FaultEntry:
-    """A fault as it was first seen."""
-
-    at_s: UnixTime
-    cause: str
-    rank: int | None
-    step: int
-    text: str
-
-
-@dataclass(frozen=True)
-class RecoveryEntry:
-    """A repair, or a resize with its reason as `cause`."""
-
-    at_s: UnixTime
-    kind: Literal["repair", "resize"]
-    cause: str
-    step: Count
-    steps_redone: Count
-    world_size_before: Count
-    world_size: Count
-    total_s: Amount
-    seconds: dict[str, Amount]
-
-
-@dataclass(frozen=True)
-class CheckpointEntry:
-    """A committed checkpoint."""
-
-    at_s: UnixTime
-    step: Count
-    bytes: Amount
-    seconds: Amount
 
 
 @dataclass(frozen=True)
@@ -237,6 +199,8 @@ class JobFacts:
                 return self._enter(event, at_s)
             case StepRecord():
                 return {"step": event.step, "counters": self.counters.after(event)}
+            case job_events.Reattached():
+                return self._reattach(event, at_s)
             case job_events.Resumed():
                 return {"step": max(self.step, event.step)}
             case job_events.Rewound():
@@ -250,11 +214,11 @@ class JobFacts:
                 faults = {"seen_faults": _longer(self.seen_faults, seen)}
                 return faults | self._lose_rank(event.rank, event.cause, at_s)
             case job_events.Repaired(cause):
-                recoveries = _longer(self.recoveries, _recovery(event, at_s))
+                recoveries = _longer(self.recoveries, recovery_entry(event, at_s))
                 repairs = _plus_one(self.repairs_by_cause, cause)
                 return {"repairs_by_cause": repairs, "recoveries": recoveries}
             case job_events.Resized():
-                recoveries = _longer(self.recoveries, _recovery(event, at_s))
+                recoveries = _longer(self.recoveries, recovery_entry(event, at_s))
                 return {"resizes": self.resizes + 1, "recoveries": recoveries}
             case job_events.Checkpointed(step):
                 entry = CheckpointEntry(at_s, step, event.nbytes, event.seconds)
@@ -302,6 +266,17 @@ class JobFacts:
             changes |= {"generations": _longer(self.generations, began), "lost_ranks": ()}
         return changes
 
+    def _reattach(self, event: job_events.Reattached, at_s: float) -> dict[str, Any]:
+        """The ranks have not ended with their controller. The steps between the newest in the
+        journal and the first one that is told now count with that."""
+        has_ended = bool(self.generations) and not self.generations[-1].world_size
+        return {
+            "step": max(self.step, event.step),
+            "counters": replace(self.counters, last_step=self.step or None),
+            "generations": self.generations[:-1] if has_ended else self.generations,
+            "recoveries": _longer(self.recoveries, recovery_entry(event, at_s)),
+        }
+
     def _record(self, event: job_events.FaultRecorded, at_s: float) -> dict[str, Any]:
         detail = redact_url(event.fault.detail.partition("\n")[0])
         fault = replace(event.fault, at_s=at_s, detail=detail, traceback="")
@@ -335,21 +310,6 @@ def _longer(entries: tuple[T, ...], entry: T) -> tuple[T, ...]:
 
 def _plus_one(counts: Mapping[str, int], cause: str) -> Mapping[str, int]:
     return dict(Counter(counts) + Counter([str(cause)]))
-
-
-def _recovery(event: job_events.Repaired | job_events.Resized, at_s: float) -> RecoveryEntry:
-    repair = event if isinstance(event, job_events.Repaired) else None
-    return RecoveryEntry(
-        at_s,
-        kind="resize" if repair is None else "repair",
-        cause=event.reason if isinstance(event, job_events.Resized) else event.cause,
-        step=event.step,
-        steps_redone=0 if repair is None else repair.steps_redone,
-        world_size_before=event.world_size_before,
-        world_size=event.world_size,
-        total_s=event.total_s,
-        seconds=event.seconds,
-    )
 
 
 _NO_FACTS = frozenset({*get_args(FrequentEvent), LogLine})

@@ -110,6 +110,23 @@ class RunAdopted:
 
 
 @dataclass(frozen=True)
+class Reattached:
+    """The job's new process continues with the workers of the lost one, which have trained on:
+    all ranks have finished `step` steps of that generation.
+
+    Args:
+        offline_s: since the last entry of the journal.
+        lost_ranks: those without a worker, which are repaired now.
+    """
+
+    step: int
+    generation: int
+    world_size: int
+    offline_s: float
+    lost_ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class FaultDetected:
     """A fault, as it is first seen. `rank` is None if the worker was no member of the generation;
     `text` is the full description. `is_fatal`: the job's error tells the same."""
@@ -313,6 +330,7 @@ ClientEvent: TypeAlias = (
     | JobWarning
     | Resumed
     | RunAdopted
+    | Reattached
     | FaultDetected
     | NodeChecked
     | FaultFired

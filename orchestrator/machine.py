@@ -47,6 +47,13 @@ class Submitted:
 
 
 @dataclass(frozen=True)
+class GenerationFound:
+    """The job trains already: a generation of a lost controller is this one's now."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
 class WorkersPlaced:
     """The workers' processes are alive and respond."""
 
@@ -104,6 +111,7 @@ class StopTimedOut:
 
 Event: TypeAlias = (
     Submitted
+    | GenerationFound
     | WorkersPlaced
     | GenerationFormed
     | AllFinished
@@ -123,6 +131,8 @@ class Instruction(StrEnum):
 
     PLACE_WORKERS = "place workers"
     """Reserve resources and start the workers; then WorkersPlaced or FaultFatal."""
+    RESUME_WORKERS = "resume workers"
+    """Listen to the workers that were found; FaultRecoverable if some of them are lost."""
     FORM_GENERATION = "form generation"
     """Begin the first generation; then GenerationFormed."""
     RECOVER = "recover"
@@ -160,6 +170,7 @@ _RUN = Transition(State.RUNNING, (Instruction.RELEASE_NOT_CHOSEN,))
 
 TABLE: Final[dict[tuple[State, EventType], Transition]] = {
     (State.PENDING, Submitted): Transition(State.STARTING, (Instruction.PLACE_WORKERS,)),
+    (State.PENDING, GenerationFound): Transition(State.RUNNING, (Instruction.RESUME_WORKERS,)),
     (State.PENDING, StopRequested): Transition(State.STOPPED),
     (State.PENDING, FaultFatal): Transition(State.FAILED),
     (State.STARTING, WorkersPlaced): Transition(State.STARTING, (Instruction.FORM_GENERATION,)),

@@ -8,10 +8,10 @@ import socket
 import struct
 from fcntl import ioctl
 from importlib import import_module
-from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
+from ray.util.placement_group import get_current_placement_group
 
 from rayzero.workers.agent.link import worker_socket
 from rayzero.workers.agent.message_sender import MessageSender
@@ -19,19 +19,22 @@ from rayzero.workers.lifetimes import WORKER_ASKS, OrphanWatch
 from rayzero.workers.messages import WorkerInfo, WorkerSpec
 from rayzero.workers.nccl_settings import use_interface
 from rayzero.workers.vault.process_end import enable_crash_report
+from rayzero.workers.worker_status import WorkerStatus
 
 if TYPE_CHECKING:
     from rayzero.workers.roles.process import RoleProcess
     from rayzero.workers.worker import WorkerProcess
 
-COMMAND_THREADS = 4
-"""One for `wait_end`; the others keep the worker reachable if a command takes long."""
+ACTOR_THREADS = 2
+"""One is free while `describe` waits."""
 
+_AGENT_WAIT_S = 10.0
+"""How long a worker waits at its start for its node's agent, which sees it end from then on."""
 _SIOCGIFADDR = 0x8915  # SIOCGIFADDR
 
 
 class WorkerActor:
-    """One rank's process. Created with `max_concurrency=COMMAND_THREADS`.
+    """One rank's process. Created with `max_concurrency=ACTOR_THREADS`.
 
     Args:
         orphan_s: as of `OrphanWatch`.
@@ -44,6 +47,7 @@ class WorkerActor:
         self._spec = spec
         self._index = index
         self._sender: MessageSender | None = None
+        self._info: WorkerInfo | None = None
         OrphanWatch(orphan_s, WORKER_ASKS)
 
     def _make_process(self, spec: WorkerSpec, index: int) -> WorkerProcess | RoleProcess:
@@ -62,8 +66,10 @@ class WorkerActor:
         node_id = ray.get_runtime_context().get_node_id()
         if self._sender is None:
             address = worker_socket(self._spec.name, self._spec.run, node_id)
-            self._sender = MessageSender(address, self._index, self._process.poll)
-        return WorkerInfo(
+            process = self._process
+            self._sender = MessageSender(address, self._index, process.poll, process)
+        self._sender.wait_connected(_AGENT_WAIT_S)
+        self._info = WorkerInfo(
             index=self._index,
             node_id=node_id,
             node=socket.gethostname(),
@@ -71,14 +77,22 @@ class WorkerActor:
             pid=os.getpid(),
             cores=len(os.sched_getaffinity(0)),
         )
+        return self._info
 
-    def wait_end(self) -> None:
-        """Never returns: Ray fails the call, with the cause, when the process or its node ends."""
-        Event().wait()
+    def status(self) -> WorkerStatus | None:
+        """See `WorkerStatus`; None before `describe` has returned."""
+        group = get_current_placement_group()
+        if self._info is None or group is None:
+            return None
+        return self._process.status(self._info, group.id.hex())
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls one of `WorkerCalls` in this process."""
-        return getattr(self._process, method)(*args, **kwargs)
+    def members(self) -> tuple[WorkerInfo, ...]:
+        """The members of its newest generation, by rank."""
+        return self._process.members
+
+    def ping(self) -> None:
+        """Answers while the process lives: Ray fails the call, with the cause, when it or its node
+        has ended."""
 
 
 class RoleActor(WorkerActor):

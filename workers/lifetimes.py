@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Thread
@@ -70,7 +69,7 @@ class Owned:
     def end(self) -> None:
         """Ends it, if it has not ended meanwhile."""
         if self.group:
-            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(self.group))))
+            remove_placement_group(group_of_id(self.group))
         else:
             with suppress(ValueError):
                 ray.kill(self.actor())
@@ -78,6 +77,10 @@ class Owned:
     def actor(self) -> Any:
         """Raises ValueError if it has ended."""
         return ray.get_actor(owned_name(self.job, self.run, self.what), namespace=NAMESPACE)
+
+
+def group_of_id(group: str) -> PlacementGroup:
+    return PlacementGroup(PlacementGroupID(bytes.fromhex(group)))
 
 
 def parse_owned(name: str, group: str = "") -> Owned | None:
@@ -103,9 +106,9 @@ def find_owned(job: str | None = None) -> list[Owned]:
     return [owned for owned in found if owned is not None and job in (None, owned.job)]
 
 
-def end_owned(job: str, keep: Collection[Owned] = ()) -> list[Owned]:
-    """Ends what a job owns but `keep`; returns what that was."""
-    ended = [owned for owned in find_owned(job) if owned not in keep]
+def end_owned(job: str, run: str = "") -> list[Owned]:
+    """Ends what a job owns, or one of its runs; returns what that was."""
+    ended = [owned for owned in find_owned(job) if run in ("", owned.run)]
     for owned in ended:
         owned.end()
     return ended

@@ -109,6 +109,7 @@ class GenerationSpec:
     Args:
         store_host, store_port: the store where the members rendezvous.
         restore: the state to start from; None: a fresh start.
+        members: by rank, for a controller that has not formed it.
         shares: each rank's share of a step's samples, adding up to 1; empty: even shares.
         remote: pin steps as often as possible, for replication to another node's vault.
         faults: all faults injected since the job started, in addition to `WorkerSpec.faults`.
@@ -128,6 +129,7 @@ class GenerationSpec:
     store_host: str
     store_port: int
     restore: Restore | None = None
+    members: tuple[WorkerInfo, ...] = ()
     shares: tuple[float, ...] = ()
     remote: bool = False
     faults: tuple[FaultSpec, ...] = ()

@@ -10,9 +10,10 @@ import torch
 from rayzero.engine.compiling import defer_dynamo_import
 from rayzero.engine.device import device_count
 from rayzero.engine.errors import ConfigError
-from rayzero.workers.messages import LogLine, WorkerSpec
+from rayzero.workers.messages import LogLine, WorkerInfo, WorkerSpec
 from rayzero.workers.nccl_settings import check_nccl_settings
 from rayzero.workers.output import LineTee, Outbox, tee_output
+from rayzero.workers.worker_status import WorkerStatus
 
 
 class UserProcess:
@@ -30,6 +31,15 @@ class UserProcess:
     def log_number(self) -> int:
         """Of this process in the log: its rank, or its number in its role."""
         raise NotImplementedError
+
+    def status(self, info: WorkerInfo, group: str) -> WorkerStatus:
+        """See `WorkerStatus`; only ranks have generations."""
+        return WorkerStatus(info, group)
+
+    @property
+    def members(self) -> tuple[WorkerInfo, ...]:
+        """The members of its newest generation, by rank."""
+        return ()
 
     def begin_output(self) -> None:
         """Passes on what the process prints from now on, and prepares what user code finds."""

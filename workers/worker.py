@@ -37,6 +37,7 @@ from rayzero.workers.messages import (
     Notes,
     RankAssignment,
     Stopped,
+    WorkerInfo,
     WorkerMessage,
     WorkerSpec,
 )
@@ -48,6 +49,7 @@ from rayzero.workers.stacks import Stacks, read_stacks
 from rayzero.workers.training_thread import GenerationChannel, TrainingThread
 from rayzero.workers.user_process import UserProcess
 from rayzero.workers.vault.records import SlotInfo
+from rayzero.workers.worker_status import GenerationRecord, WorkerStatus
 
 FENCE_INTERVAL_S = 0.1
 """How often a fenced generation's waits for peers are aborted until its thread has left."""
@@ -76,6 +78,7 @@ class WorkerProcess(UserProcess, WorkerCalls):
         self._fault_schedule = FaultSchedule(FaultRecord(spec.output_dir), self._outbox.post)
         self._training_thread = TrainingThread(on_left=self._on_left)
         self._channel = self._new_channel(generation=0, rank=index)
+        self._record = GenerationRecord()
         self._session: JobSession | None = None  # of the call of the training function that runs
         self._notes: Notes | None = None  # of that function, once it has ended
         self._error_polling = ExitStack()  # of the process group
@@ -106,6 +109,7 @@ class WorkerProcess(UserProcess, WorkerCalls):
 
     def assign(self, generation: GenerationSpec, member: RankAssignment) -> None:
         assignment = Assignment(**vars(member), **vars(generation))
+        self._record.assign(assignment)
         channel = self._new_channel(assignment.generation, assignment.rank)
         with process_group.group_lock:
             self._channel = channel
@@ -116,6 +120,15 @@ class WorkerProcess(UserProcess, WorkerCalls):
     def poll(self, timeout_s: float) -> list[WorkerMessage]:
         """The messages since the last poll, and a heartbeat at the end; waits for the first."""
         return [*self._outbox.poll(timeout_s), self._training_thread.heartbeat(self._channel)]
+
+    def status(self, info: WorkerInfo, group: str) -> WorkerStatus:
+        channel = self._channel
+        leaving = (channel.interrupt.is_set(), channel.drain.is_set(), channel.ending)
+        return self._record.status(info, group, any(leaving))
+
+    @property
+    def members(self) -> tuple[WorkerInfo, ...]:
+        return self._record.members
 
     def stop(self, generation: int) -> None:
         channel = self._channel
@@ -345,6 +358,7 @@ class WorkerProcess(UserProcess, WorkerCalls):
     def _post(self, message: WorkerMessage) -> None:
         if isinstance(message, Stopped | Crashed | Finished):
             message = replace(message, notes=self._notes)
+        self._record.note(message)  # first: what is in no outbox any more is in the record
         self._outbox.post(message)
         if isinstance(message, Crashed) and message.kind == "device":
             # The process is useless, and holds the device's memory.

@@ -132,11 +132,10 @@ class StoredParam:
 
 def find_owner(param: nn.Parameter) -> tuple[Engine, StoredParam | None] | None:
     """The newest engine that has this parameter, and where it stores it; None for a frozen one that
-    every rank holds in full. None if no engine has it. The parameter may be read afterwards."""
+    every rank holds in full. None if no engine has it."""
     if (found := find_engine(param)) is None:
         return None
     engine, entry = found
-    engine.wait_weights()
     return engine, None if entry is None else StoredParam(engine, *entry)
 
 

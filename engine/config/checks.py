@@ -85,11 +85,6 @@ def find_conflicts(config: EngineConfig) -> Iterator[str]:
         if zero.stage < 2 or micro_steps == 1:
             seen = "micro-step" if zero.stage >= 2 else f"reduction a step at stage {zero.stage}"
             yield f"rayzero.reduce_each_micro_step: true, or leave it out: there is one {seen}"
-    if config.rayzero.overlap_weight_gather and zero.stage not in (1, 2):
-        yield (
-            f"rayzero.overlap_weight_gather: false at stage {zero.stage}: updated weights are "
-            "gathered at stages 1 and 2 only; stage 3 gathers each block before it is used"
-        )
     for section in ("offload_optimizer", "offload_param"):
         settings, path = getattr(zero, section), f"zero_optimization.{section}"
         is_used = section == "offload_optimizer" or zero.stage == 3

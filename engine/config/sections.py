@@ -209,7 +209,7 @@ class LoaderConfig(ConfigSection):
     )
 
 
-class RayzeroConfig(ConfigSection):
+class RayzeroConfig(ConfigSection, path="rayzero"):
     """Keys that DeepSpeed does not have."""
 
     unshard_modules: tuple[str, ...] = implemented(
@@ -252,13 +252,6 @@ class RayzeroConfig(ConfigSection):
         "gradients are reduced into shards in every micro-step at stages 2 and 3; false: every "
         "rank accumulates all of them, as at stage 1, and they are reduced once a step, which "
         "costs the memory of the main gradients of the whole model (see `rayzero plan`)",
-    )
-    overlap_weight_gather: bool = implemented(
-        False,
-        "updated weights of stages 1 and 2 are gathered while the next forward runs; between "
-        "`step()` and the end of that forward no weight may be read from outside the model, other "
-        "than through the engine or after `engine.wait_weights()`, and none used in a forward "
-        "before that of the module that holds it",
     )
     peak_flops: PositiveFloat | None = implemented(
         None,

@@ -29,6 +29,8 @@ from rayzero.engine.errors import ConfigError, DataError
 
 _FEISTEL_ROUNDS = 8  # 4 make a pseudorandom permutation of large domains; small ones need more
 _SPLITMIX_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
+_SHIFTS = np.array([30, 27, 31], dtype=np.uint64)
+_FACTORS = np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB], dtype=np.uint64)
 _MASK_64 = (1 << 64) - 1
 
 
@@ -63,25 +65,38 @@ class SampleOrder:
         seeds = np.full(1, self.seed & _MASK_64, dtype=np.uint64)
         keys = _splitmix64(_splitmix64(seeds) ^ epochs)
         values = self._feistel(values, keys)
-        while (outside := np.flatnonzero(values >= np.uint64(self.length))).size:
-            values[outside] = self._feistel(values[outside], keys[outside])
+        outside = np.flatnonzero(values >= np.uint64(self.length))
+        while outside.size:
+            again = values[outside] = self._feistel(values[outside], keys[outside])
+            outside = outside[again >= np.uint64(self.length)]
         return values.astype(np.int64)
 
     def _feistel(self, values: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """One pass of the Feistel network: a bijection of the whole domain for every key."""
         left, right = values >> self._half_bits, values & self._half_mask
+        keys = keys.copy()
         for _ in range(_FEISTEL_ROUNDS):
-            keys = keys + _SPLITMIX_INCREMENT
-            left, right = right, left ^ (_splitmix64(keys ^ right) & self._half_mask)
-        return (left << self._half_bits) | right
+            keys += _SPLITMIX_INCREMENT
+            mixed = _splitmix64(keys ^ right)
+            mixed &= self._half_mask
+            left ^= mixed
+            left, right = right, left
+        left <<= self._half_bits
+        left |= right
+        return left
 
 
 def _splitmix64(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finaliser: a bijection of 64-bit words in which every bit moves every other."""
-    words = words + _SPLITMIX_INCREMENT  # uint64 arithmetic wraps, as intended
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+    """splitmix64's finaliser: a bijection of 64-bit words in which every bit moves every other. In
+    place, because memory for each operation would take as long as the operation."""
+    words += _SPLITMIX_INCREMENT  # uint64 arithmetic wraps, as intended
+    shifted = words >> _SHIFTS[0]
+    words ^= shifted
+    words *= _FACTORS[0]
+    words ^= np.right_shift(words, _SHIFTS[1], out=shifted)
+    words *= _FACTORS[1]
+    words ^= np.right_shift(words, _SHIFTS[2], out=shifted)
+    return words
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,6 @@ def full_state_dict(model: nn.Module, runtime: ZeroRuntime) -> dict[str, Tensor]
     Names, tied entries and dtypes are those of `model.state_dict()`. At most one unit at a time is
     gathered on the model's device.
     """
-    runtime.wait_weights()
     is_target = runtime.collectives.rank == 0
     gathered: dict[int, Tensor] = {}  # by the parameter's identity
     for unit in runtime.units:
@@ -150,7 +149,6 @@ def iterate_full_params(
     most that of one block at a time, and that of parameters outside of all blocks. A replicated
     value is the engine's own memory. `with_peers` calls what needs all ranks.
     """
-    runtime.wait_weights()
     sharded = {
         id(param): (unit, unit.weights, index)
         for unit in runtime.units

@@ -21,7 +21,6 @@ from rayzero.engine.offload.plan import Offload
 from rayzero.engine.precision.loss_scale import LossScaler
 from rayzero.engine.precision.policy import Precision
 from rayzero.engine.session import StepRequests
-from rayzero.engine.zero.lazy_weights import LazyWeights
 from rayzero.engine.zero.parameters import ReplicatedWeights
 from rayzero.engine.zero.placement import Collective, Stage
 from rayzero.engine.zero.reducer import GradReduction, Reducer, no_backward
@@ -41,7 +40,6 @@ class ZeroRuntime:
         ungrouped_params: by name: frozen parameters, where weights are replicated, and tensors that
             belong to quantized ones.
         unshard_scheduler: None if model weights are replicated.
-        lazy_weights: None unless updated weights are gathered while forward runs.
         unused_params: None where an unused parameter has a gradient of zero.
     """
 
@@ -54,7 +52,6 @@ class ZeroRuntime:
     grad_reduction: GradReduction
     reducer: Reducer
     unshard_scheduler: UnshardScheduler | None
-    lazy_weights: LazyWeights | None
     unused_params: UnusedParams | None
     hooks: list[RemovableHandle]
 
@@ -116,7 +113,6 @@ class ZeroRuntime:
         """Waits for the reduced gradients, which are still to be multiplied by `factor`, then
         agrees on norm, loss and requests. Collective. Raises EngineError if a gradient is not
         finite, and the loss scale cannot be lowered."""
-        self.wait_weights()
         self.reducer.wait()
         parts = (part for unit in self.units if (part := unit.shard_grads()) is not None)
         used = self.unused_params.votes if self.unused_params is not None else ()
@@ -158,39 +154,24 @@ class ZeroRuntime:
             self.grad_reduction.rescale(scaler.value / before)
 
     @torch.no_grad()
-    def sync_model_weights(self, *, lazy: bool = False) -> None:
-        """After the local update: copies all ranks' main weights to all ranks' model weights.
-
-        `lazy`: `lazy_weights`, if there, waits for them where they are used. Before returning to
-        the script this rank still does its share of all gathers, so that no peer waits for it. All
-        earlier gathers have been waited for: by the vote, or by what wrote the main weights.
-        """
+    def sync_model_weights(self) -> None:
+        """After the local update: copies all ranks' main weights to all ranks' model weights."""
         gather = self.stage.weight_collective is Collective.ALL_GATHER
-        pending: dict[str, Work] = {}
+        pending: list[Work] = []
         for unit in reversed(self.units):  # about the order in which forward uses them
             if unit.main_weights is not None:
                 owned = unit.weights.owned_range(unit.owned)
                 unit.state_store.copy_to_model(unit.main_weights, owned)
                 if gather and isinstance(unit.weights, ReplicatedWeights):
-                    pending[unit.name] = unit.weights.gather_updates(self.collectives)
-        if lazy and self.lazy_weights is not None:
-            self.lazy_weights.start(pending)
-            self.collectives.progress_pending()
-        else:
-            for work in pending.values():
-                work.wait()
+                    pending.append(unit.weights.gather_updates(self.collectives))
+        for work in pending:
+            work.wait()
         if self.unshard_scheduler is not None:
             self.unshard_scheduler.invalidate()
-
-    def wait_weights(self) -> None:
-        """Returns when the model's weights may be read and written."""
-        if self.lazy_weights is not None:
-            self.lazy_weights.wait()
 
     def wait_state(self) -> None:
         """Returns when the state may be written, on the device by what is enqueued from now on: no
         gather of weights and no copy from host memory is in flight."""
-        self.wait_weights()
         if self.unshard_scheduler is not None:
             self.unshard_scheduler.wait_prefetched()
         if self.offload.separate_memory:

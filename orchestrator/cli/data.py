@@ -151,8 +151,7 @@ def _samples(
 
     order = StreamOrder([BlockOrder(source.counts, seed, window, batch)], None, batch)
     places = order.places((step - 1) * batch, batch)
-    numbers = order.numbers(places)
-    for block, row, number in zip(places.blocks, places.rows, numbers, strict=True):
+    for block, row, number in zip(places.blocks, places.rows, places.numbers, strict=True):
         where = redact_url(source.describe(int(block)))
         yield {"block": int(block), "row": int(row), "number": int(number), "where": where}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,11 @@ from rayzero.orchestrator.cluster import ray_api
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.errors import WorkerLostError
 from rayzero.orchestrator.policies.placement import Capacity, ResourceRequest, preferred_nodes
-from rayzero.workers.actor import COMMAND_THREADS
+from rayzero.workers.actor import ACTOR_THREADS
 from rayzero.workers.fork_server import worker_executable
-from rayzero.workers.lifetimes import NAMESPACE, owned_name, parse_owned
+from rayzero.workers.lifetimes import NAMESPACE, group_of_id, owned_name, parse_owned
 from rayzero.workers.messages import WorkerInfo, WorkerSpec
+from rayzero.workers.worker_status import WorkerStatus
 
 _NODE_LABEL = "ray.io/node-id"  # Ray sets it on every node
 _MAX_START_BACKOFF_S = 60.0
@@ -108,6 +109,9 @@ class ActorPool:
         """Oldest first."""
         return list(self._workers.values())
 
+    def find(self, index: int) -> WorkerHandle | None:
+        return self._workers.get(index)
+
     def get(self, index: int) -> WorkerHandle:
         if index not in self._workers:
             raise WorkerLostError("it was released or replaced")
@@ -133,6 +137,24 @@ class ActorPool:
                     job.gpus + sum(bundle.get("GPU", 0.0) for bundle in bundles),
                 )
         return held
+
+    def adopt(
+        self, workers: Iterable[tuple[WorkerStatus, Any]], groups: Iterable[str]
+    ) -> list[int]:
+        """Owns the workers of an earlier process of the job, each with its actor, and all of its
+        placement groups, by id. Returns the workers' indices."""
+        found = {group: Reservation(group_of_id(group)) for group in groups}
+        self._reservations += found.values()
+        for status, actor in workers:
+            info, reservation = status.info, found.get(status.group)
+            if reservation is None:  # it has been removed, and Ray ends the worker
+                ray.kill(actor)
+                continue
+            reservation.worker = info.index
+            self._workers[info.index] = WorkerHandle(
+                info.index, actor, reservation, info.node_id, info, announced=True
+            )
+        return [*self._workers]
 
     async def reserve(self, number: int, need: ResourceRequest) -> None:
         """Requests more reservations, preferably on the nodes that are in use."""
@@ -255,7 +277,7 @@ class ActorPool:
             lifetime="detached",
             num_cpus=need.cpus,
             num_gpus=need.gpus,
-            max_concurrency=COMMAND_THREADS,
+            max_concurrency=ACTOR_THREADS,
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 reservation.group, placement_group_bundle_index=0

@@ -17,7 +17,16 @@ from typing import Any, TypeAlias
 from rayzero.orchestrator.aio import ChangeNotifier
 from rayzero.orchestrator.errors import JobFailedError, VaultLostError
 from rayzero.workers.agent.batches import NodeBatch
-from rayzero.workers.agent.link import AgentAddress, Attach, Frame, FrameKind, Link, read_frame
+from rayzero.workers.agent.link import (
+    AgentAddress,
+    Attach,
+    Frame,
+    FrameKind,
+    Hello,
+    Link,
+    NodeCommand,
+    read_frame,
+)
 from rayzero.workers.authenticated import connect
 from rayzero.workers.step_rows import ReceivedMessage, StepRows
 
@@ -51,6 +60,8 @@ class WorkerMail:
         self._subscribers: dict[int, MailReceiver | None] = {}
         self._early: dict[int, deque[bytes]] = {}
         self._unread: dict[object, list[bytes]] = {}  # batches, by the stream they came over
+        self.on_answer: Callable[[int, bytes], None] = lambda worker, payload: None
+        """Called with each answer to a command; one that is sent again comes again."""
 
     def subscribe(self, worker: int, receive: MailReceiver) -> None:
         """Calls `receive` with the index and each list of messages, those that came before
@@ -91,8 +102,10 @@ class WorkerMail:
         for worker, number, beat in batch.beats:
             if (worker, number) in new:
                 self._pass(worker, [beat])
-        for worker, number, payload in batch.frames:
-            if number > known.get(worker, 0):
+        for worker, number, payload, is_answer in batch.frames:
+            if is_answer:
+                self.on_answer(worker, payload)
+            elif number > known.get(worker, 0):
                 known[worker] = number
                 self._pass(worker, payload)
 
@@ -122,10 +135,25 @@ class WorkerMail:
 
 class NodeLink:
     """The stream of one agent, from construction until `end`. Used from one event loop, in which
-    it owns a task. `mail` gets the messages of the node's workers."""
+    it owns a task.
 
-    def __init__(self, address: AgentAddress, attach: Attach, mail: WorkerMail) -> None:
+    Args:
+        mail: gets the messages of the node's workers.
+        on_news: called with what `events` returns later; with nothing when a connection has ended.
+        on_fenced: called when the agent obeys a later controller.
+    """
+
+    def __init__(
+        self,
+        address: AgentAddress,
+        attach: Attach,
+        mail: WorkerMail,
+        on_news: Callable[[list[Any]], None] = lambda events: None,
+        on_fenced: Callable[[], object] = lambda: None,
+    ) -> None:
         self._mail = mail
+        self._on_news = on_news
+        self._on_fenced = on_fenced
         self._will_acknowledge = False
         self._silent_s = SILENT_S
         self._address = address
@@ -135,15 +163,17 @@ class NodeLink:
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._events: list[Any] = []
         self._news = 0  # frames since the last `events`
+        self.hello = Hello(-1)
+        """The agent's, once it obeys."""
         self._is_attached = False
         self._error: Exception | None = None
         self._changed = ChangeNotifier()
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     @property
-    def is_fenced(self) -> bool:
-        """Whether the agent obeys a later controller: its process is that one's."""
-        return isinstance(self._error, JobFailedError)
+    def is_connected(self) -> bool:
+        """Whether it has a connection now."""
+        return self._link.is_open
 
     async def attached(self) -> None:
         """Waits until the agent obeys. Raises as `call`."""
@@ -167,6 +197,10 @@ class NodeLink:
             return await reply
         finally:
             del self._replies[number]
+
+    def command(self, command: NodeCommand) -> None:
+        """Sends a command to workers of the node, whose messages have their answers."""
+        self._link.send(FrameKind.COMMAND, pickle.dumps(command, pickle.HIGHEST_PROTOCOL))
 
     async def events(self) -> list[Any]:
         """The events since the last call; waits until there are some, or the agent shows that it
@@ -199,6 +233,7 @@ class NodeLink:
                 await asyncio.sleep(RETRY_S)
             finally:
                 self._link.close()
+                self._on_news([])
 
     async def _serve_connection(self) -> None:
         """Connects, and receives until the connection's end, which it raises."""
@@ -210,8 +245,10 @@ class NodeLink:
             async with asyncio.timeout(SILENT_S):
                 hello = await read_frame(reader)
             if hello.kind is FrameKind.FENCED:
+                self._on_fenced()
                 self.end(taken_over_error(pickle.loads(hello.payload)))
                 return
+            self.hello = pickle.loads(hello.payload)
             self._link.open(writer.write, hello.acknowledged)
             self._is_attached = True
             self._changed.notify()
@@ -245,6 +282,7 @@ class NodeLink:
                 if isinstance(events, Exception):  # that ended the agent's service
                     self.end(VaultLostError(str(events)))
                     return
+                self._on_news(events)
                 self._events += events
         self._acknowledge(len(frame.payload))
         self._news += 1

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
 
 import ray
@@ -16,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayzero.orchestrator.cluster.node_links import NodeLink, WorkerMail
 from rayzero.orchestrator.cluster.ray_api import ACTOR_LOST, death_cause, wait_gone
+from rayzero.orchestrator.cluster.worker_commands import WorkerCommands
 from rayzero.orchestrator.errors import JobFailedError, VaultLostError
 from rayzero.workers.agent.link import AgentAddress, Attach
 from rayzero.workers.chaos.node import network_id
@@ -24,6 +26,7 @@ from rayzero.workers.lifetimes import NAMESPACE, VAULT, Owned, owned_name
 from rayzero.workers.messages import WorkerSpec
 from rayzero.workers.vault.actor import VAULT_CALL_THREADS, VaultActor
 from rayzero.workers.vault.records import VaultEvent
+from rayzero.workers.vault.vault import Vault
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -50,13 +53,11 @@ class _NodeVault:
     ended: bool = False
 
     def end(self, cause: str) -> None:
-        """Ends the stream and the process, unless that obeys a later controller."""
+        """Ends the stream and the process."""
         self.ended = True
         if self.life is not None:
             self.life.cancel()
         if self.link is not None:
-            if self.link.is_fenced:
-                return
             self.link.end(VaultLostError(cause))
         ray.kill(self.actor)  # it may live: Ray could not reach it for a while
 
@@ -70,19 +71,32 @@ class VaultGroup:
     Args:
         epoch: of this controller's claim on the job: vaults obey none with a lower one.
         orphan_s: as of `OrphanWatch`, also for workers.
+        on_fenced: called when a vault obeys a later controller.
     """
 
-    def __init__(self, spec: WorkerSpec, epoch: int = 0, orphan_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        epoch: int = 0,
+        orphan_s: float = 0.0,
+        on_fenced: Callable[[], object] = lambda: None,
+    ) -> None:
         self._spec = spec
+        self._on_fenced = on_fenced
         self.orphan_s = orphan_s
         self._faults = spec.faults
         self._attach = Attach(epoch, os.urandom(16))
         self.mail = WorkerMail()
         """The messages of workers on nodes with a vault."""
+        self.commands = WorkerCommands(self._attach, self._link_of)
+        """To these workers."""
+        self.mail.on_answer = self.commands.on_answer
         self._actor = ray.remote(VaultActor)
         self._vaults: dict[str, _NodeVault] = {}
         self.attached: tuple[str, ...] = ()
         """The nodes of the vaults that an earlier process has started."""
+        self.last_worker = -1
+        """The greatest index of the workers that these have heard of."""
         self._shared_peers: dict[str, Any] = {}
         self._health_limit_s: float | None = None
 
@@ -96,7 +110,7 @@ class VaultGroup:
         for vault in vaults:
             with suppress(ValueError):  # it has ended
                 node = vault.what.removeprefix(VAULT).rpartition("-")[0]
-                self._vaults[node] = self._begin(vault.actor())
+                self._begin(node, vault.actor())
         opened = [asyncio.shield(it.opening) for it in self._vaults.values()]
         answers = [asyncio.wait_for(it, _START_TIMEOUT_S) for it in opened]
         replies = await asyncio.gather(*answers, return_exceptions=True)
@@ -104,6 +118,10 @@ class VaultGroup:
             if not isinstance(reply, str):
                 self._remove(node, found, "it did not answer")
         self.attached = tuple(self._vaults)
+        links = (vault.link for vault in self._vaults.values())
+        self.last_worker = max(
+            (link.hello.last_worker for link in links if link is not None), default=-1
+        )
 
     def start(self, node_id: str) -> None:
         """Starts a vault on a node that has none, without waiting for it."""
@@ -127,14 +145,13 @@ class VaultGroup:
             self.orphan_s,
             self._health_limit_s,
         )
-        self._vaults[node_id] = self._begin(vault)
+        self._begin(node_id, vault)
 
-    def _begin(self, actor: Any) -> _NodeVault:
+    def _begin(self, node_id: str, actor: Any) -> None:
         """Begins to make the stream of a vault."""
-        vault = _NodeVault(actor)
-        vault.opening = asyncio.create_task(self._open_stream(vault))
+        vault = self._vaults[node_id] = _NodeVault(actor)
+        vault.opening = asyncio.create_task(self._open_stream(node_id, vault))
         vault.opening.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return vault
 
     async def open(self, node_ids: Sequence[str]) -> dict[str, str]:
         """Starts a vault on each of these nodes that has none; the addresses by node. Raises
@@ -165,6 +182,13 @@ class VaultGroup:
         something, or for a second at most while the vault serves."""
         events: list[VaultEvent] = await self._of_link(node_id, NodeLink.events)
         return events
+
+    async def ask_all(self, limit_s: float) -> None:
+        """Waits until all vaults have answered, or the limit: one that obeys a later controller
+        does so by the call of `on_fenced`."""
+        calls = [self.call(node, Vault.runs, os.getpid()) for node in self._vaults]
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), limit_s)
 
     async def inject_faults(self, faults: Sequence[FaultSpec]) -> None:
         """Replaces the faults that were injected since the job started, in every vault, also in
@@ -226,11 +250,17 @@ class VaultGroup:
         except RayError as error:
             raise JobFailedError(f"a vault could not start: {death_cause(error)}") from None
 
-    async def _open_stream(self, vault: _NodeVault) -> str:
+    def _link_of(self, node_id: str) -> NodeLink | None:
+        vault = self._vaults.get(node_id)
+        return None if vault is None else vault.link
+
+    async def _open_stream(self, node_id: str, vault: _NodeVault) -> str:
         vault.address = await vault.actor.open.remote(self._spec.run)
         if vault.ended:
             raise VaultLostError("it was closed")
-        vault.link = NodeLink(vault.address, self._attach, self.mail)
+        on_news = partial(self.commands.on_news, node_id)
+        vault.link = NodeLink(vault.address, self._attach, self.mail, on_news, self._on_fenced)
+        self.commands.send_again(node_id)
         vault.life = asyncio.create_task(self._watch(vault.actor, vault.link))
         await vault.link.attached()
         return vault.address.vault

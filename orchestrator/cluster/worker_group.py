@@ -17,14 +17,14 @@ from ray.exceptions import RayActorError, RayError, RuntimeEnvSetupError
 
 from rayzero.orchestrator.aio import BackgroundTasks, Clock, PendingReplies, WorkerReports
 from rayzero.orchestrator.cluster import ray_api
-from rayzero.orchestrator.cluster.actor_calls import WorkerWatch
 from rayzero.orchestrator.cluster.actor_pool import ActorPool, WorkerHandle
-from rayzero.orchestrator.cluster.ray_api import ACTOR_LOST, NodeTable, death_cause
+from rayzero.orchestrator.cluster.ray_api import NodeTable, death_cause
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
+from rayzero.orchestrator.cluster.worker_commands import Call
+from rayzero.orchestrator.cluster.worker_watch import WorkerWatch
 from rayzero.orchestrator.errors import (
     JobFailedError,
     VaultLostError,
-    WorkerLostError,
     WorkerStartError,
 )
 from rayzero.orchestrator.policies.placement import (
@@ -35,8 +35,10 @@ from rayzero.orchestrator.policies.placement import (
     total_fit,
 )
 from rayzero.workers.actor import WorkerActor
+from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.messages import GenerationSpec, RankAssignment, WorkerInfo, WorkerSpec
 from rayzero.workers.vault.vault import Vault
+from rayzero.workers.worker_status import WorkerStatus
 
 OnStartFailure: TypeAlias = Callable[[WorkerStartError], None]
 OnWaiting: TypeAlias = Callable[[str], None]
@@ -47,9 +49,8 @@ WAITING_INTERVAL_S = 5.0
 """After this time without enough reservations, and each time again, the job says what it waits for:
 Ray grants what is free within a second, and a person wonders after a few."""
 _EXTRA_WORKER_WAIT_S = 1.0  # how long to wait for one more worker once the minimum has been reached
+_PING_INTERVAL_S = 0.5  # while a worker's node has no agent
 _KILL_TIMEOUT_S = 1.0  # how long a vault may take to kill a process
-_OBJECT_STORE_WORKERS = 64
-"""From this number of workers on a generation's spec goes through the object store."""
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -90,7 +91,10 @@ class WorkerGroup:
         self._free_reservation = asyncio.Event()
         self._tasks = BackgroundTasks(self._started.put_nowait)  # `next_worker` raises their errors
         self._watch = WorkerWatch(
-            vaults.mail, lambda worker: self._pool.get(worker).actor.wait_end.remote()
+            vaults.mail,
+            vaults.commands,
+            self._node_of,
+            self._find_cause,
         )
 
     async def start_workers(
@@ -130,6 +134,19 @@ class WorkerGroup:
             worker.announced = True
         return tuple(worker.info for worker in started if worker.info is not None)
 
+    def adopt(self, workers: Iterable[tuple[WorkerStatus, Any]], groups: Iterable[str]) -> None:
+        """Owns the workers of an earlier process of the job, each with its actor, and all of its
+        placement groups, by id: instead of `start_workers`. Their messages are received from now
+        on."""
+        self._watch.subscribe(self._pool.adopt(workers, groups))
+
+    def resume(self, need: ResourceRequest) -> None:
+        """Starts workers in reservations without one, and requests missing reservations; after
+        `adopt`."""
+        self._resources = need
+        self._tasks.spawn(self._fill_reservations())
+        self._tasks.spawn(self._adjust(need.max_workers))
+
     async def next_worker(self) -> WorkerInfo:
         """The next worker that has started after the first ones: in a reservation that was granted
         later, or as a replacement. Waits without limit; can be cancelled. Raises WorkerStartError
@@ -141,8 +158,10 @@ class WorkerGroup:
                 return worker.info
 
     def replace(self, worker: int, delay_s: float, avoid_nodes: Sequence[str]) -> None:
-        """Starts a new worker, with an index of its own, in the reservation of a lost one."""
-        lost = self._pool.get(worker)
+        """Starts a new worker, with an index of its own, in the reservation of a lost one. One that
+        was lost before `adopt` is being replaced."""
+        if (lost := self._pool.find(worker)) is None:
+            return
         lost.reservation.avoid_nodes = frozenset(avoid_nodes)
         self._pool.free(lost, delay_s)
         self._free_reservation.set()
@@ -173,29 +192,24 @@ class WorkerGroup:
     async def call(self, worker: int, method: Callable[[Any, *Ts], T], *args: *Ts) -> T:
         """Calls `method`, one of `WorkerCalls` (`workers/calls.py`), in a worker's process, and
         raises what it raises; WorkerLostError if the process is gone."""
-        try:
-            reply: T = await self._call_actor(worker, method.__name__, *args)
-            return reply
-        except ACTOR_LOST as error:
-            raise WorkerLostError(death_cause(error)) from None
+        call = Call(method.__name__, args, in_order=False)
+        reply: T = await self._vaults.commands.call(worker, self._node_of(worker), call)
+        return reply
 
     def broadcast(
         self, workers: Iterable[int], method: Callable[[Any, *Ts], None], *args: *Ts
     ) -> PendingReplies:
-        """Calls `method`, one of `WorkerCalls`, in several workers' processes."""
-        return self._watch.broadcast(
-            workers, lambda worker: self._call_actor(worker, method.__name__, *args)
-        )
+        """Calls `method`, one of `WorkerCalls`, in several workers' processes; it runs after the
+        commands before it that were sent so."""
+        return self._watch.broadcast(workers, Call(method.__name__, args, in_order=True))
 
     def assign(
         self, formation: GenerationSpec, places: Mapping[int, RankAssignment]
     ) -> PendingReplies:
         """Starts a generation on these workers, each with its own rank."""
-        # It names a slot of every worker: serialized once, and fetched once for each node.
-        spec = formation if len(places) < _OBJECT_STORE_WORKERS else ray.put(formation)
-        return self._watch.broadcast(
-            places, lambda worker: self._call_actor(worker, "assign", spec, places[worker])
-        )
+        own = {worker: (place,) for worker, place in places.items()}
+        call = Call(WorkerCalls.assign.__name__, (formation,), in_order=True, own=own)
+        return self._watch.broadcast(places, call)
 
     def subscribe(self, workers: Iterable[int]) -> None:
         """Includes the messages of these workers, from their first one, in `receive`."""
@@ -232,9 +246,19 @@ class WorkerGroup:
         await self._tasks.cancel_all()
         await self._pool.remove_all()
 
-    def _call_actor(self, worker: int, method: str, *args: Any) -> Any:
-        """The reference to the reply."""
-        return self._pool.get(worker).actor.call.remote(method, *args)
+    def _node_of(self, worker: int) -> str:
+        return self._pool.get(worker).node_id
+
+    async def _find_cause(self, worker: int) -> str:
+        """The cause of the end of a worker's process, which Ray knows within a second; waits for
+        it."""
+        actor = self._pool.get(worker).actor
+        try:
+            while True:
+                await actor.ping.remote()
+                await self._clock.sleep(_PING_INTERVAL_S)
+        except RayError as error:
+            return death_cause(error)
 
     async def _collect_started(
         self, first: Sequence[WorkerHandle], on_failure: OnStartFailure | None

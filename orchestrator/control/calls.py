@@ -40,6 +40,11 @@ def timeout_reason(limit_s: float) -> str:
     return f"its process did not respond for {limit_s:g} s"
 
 
+def reply_limit_s(patience_s: float) -> float:
+    """How long a process may take to reply to a command before it counts as lost."""
+    return max(LEAST_REPLY_LIMIT_S, patience_s / 4)
+
+
 class Calls:
     """Calls methods of workers and vaults, and awaits their replies.
 
@@ -53,8 +58,7 @@ class Calls:
         self._loop = loop
         self._workers = workers
         self._vaults = vaults
-        self._limit_s = max(LEAST_REPLY_LIMIT_S, patience_s / 4)
-        """How long a process may take to reply to a command before it counts as lost."""
+        self._limit_s = reply_limit_s(patience_s)
 
     async def worker(
         self,

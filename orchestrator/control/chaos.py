@@ -127,13 +127,14 @@ class ClusterFaultInjector:
                 self._loop.spawn(signal)
 
     def on_checkpoint_committed(self, step: int, folder: str, files: Sequence[RankFile]) -> None:
+        """Each file is damaged once: a removed one is not there, and a bit flips back."""
         names = {file.rank: file.name for file in files}
         for fault in self._schedule.due(step):
             if fault.kind == "tear_file" and is_remote(folder):
                 self._skip(fault, f"{folder} is not on a local or mounted disk")
             elif fault.kind == "tear_file" and fault.rank in names:
                 self._schedule.record_fired(fault, fault.rank, step)
-                path = Path(folder.removeprefix("file://"), names[fault.rank])
+                path = Path(folder.removeprefix("file://"), names.pop(fault.rank))
                 damage_file(path, fault.how)
 
     async def _inject_node_fault(self, fault: FaultSpec, step: int) -> None:

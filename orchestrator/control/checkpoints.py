@@ -82,6 +82,16 @@ class CheckpointWriter:
             self._events.emit(Resumed(self.newest.step, self.newest.folder))
         return self.newest is not None
 
+    async def find_newest(self) -> None:
+        """Finds the newest complete checkpoint of a job that trains already."""
+        try:
+            found = await self._store.newest(frozenset())
+        except RayzeroError as error:
+            self._events.warn(f"checkpoints cannot be listed: {error.seen}")
+            return
+        if found is not None and not self.covers(found.step):
+            self.newest = self.resumed_from = found
+
     async def select_newest(self, unreadable: Mapping[int, str]) -> CheckpointRef | None:
         """The newest complete checkpoint; the store is asked only if the known one is among the
         `unreadable`, by step with what a load reported. It is then marked as damaged.

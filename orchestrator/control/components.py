@@ -24,6 +24,7 @@ from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.control.newcomers import Newcomers
 from rayzero.orchestrator.control.node_health import NodeHealth
+from rayzero.orchestrator.control.reattachment import Reattachment
 from rayzero.orchestrator.control.reconfigure import MemberSelection, Reconfiguration, Rendezvous
 from rayzero.orchestrator.control.recovery_timer import RecoveryTimer
 from rayzero.orchestrator.control.replacements import Replacements
@@ -101,7 +102,10 @@ class Components:
         checkpoints = self.checkpoints = CheckpointWriter(
             plan, loop, groups, deps.checkpoint_store, events, progress, committed
         )
-        replication = Replication(recovery.replicas, loop, members, calls, events, checkpoints)
+        every = plan.worker_spec.mirror.checkpoint_every_steps or 0
+        replication = Replication(
+            recovery.replicas, loop, members, calls, events, checkpoints, every
+        )
         restore = RestoreSelector(
             members, calls, events, progress, timer, patience_s, failures, vaults, checkpoints
         )
@@ -123,7 +127,7 @@ class Components:
             calls,
             Balancer(enabled=recovery.balance == "auto"),
         )
-        self._build_inbox(deps, timer, steps, replication, versions, restore, patience_s)
+        self._build_inbox(plan, deps, timer, steps, replication, versions, restore, patience_s)
         self._build_generations(plan, deps, calls, timer, steps, restore)
         self._build_scaling(plan, deps, calls)
 
@@ -151,6 +155,7 @@ class Components:
 
     def _build_inbox(
         self,
+        plan: JobPlan,
         deps: Dependencies,
         timer: RecoveryTimer,
         steps: StepReports,
@@ -177,6 +182,20 @@ class Components:
         dispatch, on_lost = dispatcher.dispatch, failures.on_worker_lost
         self.inbox = WorkerInbox(loop, members, deps.workers, patience_s, dispatch, on_lost)
         self.vaults.on_stalled = self.inbox.on_stalled
+        self.reattachment = Reattachment(
+            plan,
+            loop,
+            members,
+            deps.events,
+            deps.workers,
+            steps,
+            failures,
+            self.vaults,
+            self.inbox,
+            dispatcher,
+            replication,
+            self.checkpoints,
+        )
 
     def _build_generations(
         self,

@@ -18,6 +18,7 @@ from rayzero.orchestrator.job_events import ResourcesAwaited, RunAdopted, StateE
 from rayzero.orchestrator.job_file import check_batch_sizes
 from rayzero.orchestrator.machine import Instruction, State
 from rayzero.orchestrator.plan import JobPlan
+from rayzero.orchestrator.policies.attachment import Attachment
 from rayzero.orchestrator.policies.placement import spare_cores
 from rayzero.orchestrator.policies.usefulness import LastRun
 from rayzero.orchestrator.results import JobResult, JobStatus
@@ -37,11 +38,13 @@ class Controller:
         deps: Dependencies,
         past: JobFacts | None = None,
         last: LastRun | None = None,
+        found: Attachment | None = None,
     ) -> None:
         """
         Args:
             past: facts of a run that lost its controller and is to be continued.
             last: the last run, if it has ended.
+            found: what is left of the newest generation of `past`, if it is to go on.
         """
         self._plan = plan
         self._deps = deps
@@ -54,6 +57,7 @@ class Controller:
         self._error: RayzeroError | None = None
         self._summary: dict[str, Any] = {}
         self._started_at_s = self._loop.now_s()
+        self._found = found
         if past is not None:
             self._adopt(past)
 
@@ -64,7 +68,10 @@ class Controller:
             JobFailedError, ConfigError: the job failed.
             JobStoppedError: it was stopped.
         """
-        self.post_event(machine.Submitted())
+        if self._found is None:
+            self.post_event(machine.Submitted())
+        else:
+            self.post_event(machine.GenerationFound(self._found.generation.generation))
         try:
             while not self._machine.state.is_final:
                 await self._handle_event(await self._machine.next_event())
@@ -150,7 +157,11 @@ class Controller:
             least, most = past.scaled_limits
             registry = self._members.registry
             registry.limits = replace(registry.limits, min=least, max=most)
-        self._deps.events.emit(RunAdopted(past.step, past.generation, unix_s - past.last_at_s))
+        offline_s = unix_s - past.last_at_s
+        if self._found is not None:
+            self._parts.reattachment.begin(self._found, offline_s)
+        else:
+            self._deps.events.emit(RunAdopted(past.step, past.generation, offline_s))
 
     async def _handle_event(self, event: machine.Event) -> None:
         before = self._machine.state
@@ -174,6 +185,8 @@ class Controller:
         match instruction:
             case Instruction.PLACE_WORKERS:
                 self._loop.spawn(self._place_workers())
+            case Instruction.RESUME_WORKERS if self._found is not None:
+                self._loop.spawn(self._resume_workers(self._found))
             case Instruction.FORM_GENERATION:
                 self._parts.reconfiguration.form_first()
             case Instruction.RECOVER:
@@ -216,6 +229,15 @@ class Controller:
         self._parts.scaler.start()
         self._loop.spawn(self._parts.hang_detector.run())
         self.post_event(machine.WorkersPlaced())
+
+    async def _resume_workers(self, found: Attachment) -> None:
+        injector = self._parts.injector
+        injector.start(resumed=True)
+        injector.injected = found.generation.faults
+        self._parts.scaler.health.start()
+        await self._parts.reattachment.resume(found)
+        self._parts.scaler.start()
+        self._loop.spawn(self._parts.hang_detector.run())
 
     async def _grow(self) -> None:
         await self._roles.grow()

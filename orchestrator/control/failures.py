@@ -181,9 +181,13 @@ class FailureHandler:
         is_over = self._machine.state is State.STOPPING or self._machine.state.is_final
         if is_over or generation.fenced or generation.finished or not generation.active:
             return
-        now_s = self._loop.now_s()
+        self.renew("rollouts")
+
+    def renew(self, cause: str) -> None:
+        """Another generation takes the place of this one, without a fault of a worker."""
+        generation, now_s = self._members.generation, self._loop.now_s()
         generation.fence(now_s)
-        self._timer.fault_detected("rollouts", (), generation.world_size, now_s)
+        self._timer.fault_detected(cause, (), generation.world_size, now_s)
         self._machine.post(machine.FaultRecoverable(generation.number))
 
     def evaluate(self, *, grace_over: bool = False) -> None:
@@ -261,6 +265,7 @@ class FailureHandler:
         if not self._members.registry.is_alive(worker):
             return
         self._members.registry.leave_out(worker)
+        self._members.generation.forget(worker)
         self._kill(worker)
         self._events.warn(
             f"the job continues without rank {fault.rank}, whose function failed before its first "

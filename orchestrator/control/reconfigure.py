@@ -11,12 +11,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from rayzero.engine.data.consumed import SAMPLES_PHASE
 from rayzero.orchestrator import machine
-from rayzero.orchestrator.aio import PendingReplies
 from rayzero.orchestrator.control.calls import Calls, WorkerUnavailableError
 from rayzero.orchestrator.control.chaos import ClusterFaultInjector
 from rayzero.orchestrator.control.failures import FailureHandler
@@ -228,8 +227,6 @@ class Rendezvous:
     _inbox: WorkerInbox
     _vaults: VaultManager
     _rollouts: RolloutBuffer
-    _assignments: PendingReplies = field(default_factory=PendingReplies)
-    """The replies of the newest generation's members to their assignments."""
 
     async def prepare(self) -> tuple[int, int] | None:
         """Opens a rendezvous store while the vaults respond, on the worker that gets rank 0 if
@@ -281,6 +278,7 @@ class Rendezvous:
             store_host=registry.info(store[0]).ip,
             store_port=store[1],
             restore=restore,
+            members=generation.workers,
             shares=shares,
             remote=members.replicates,
             faults=self._injector.injected,
@@ -292,8 +290,7 @@ class Rendezvous:
         )
         self._note_calls(assignments)
         generation.assign(registry.is_alive)
-        self._assignments = self._workers.assign(spec, assignments)
-        self._calls.expect(self._assignments)
+        self._calls.expect(self._workers.assign(spec, assignments))
         return generation
 
     def _note_calls(self, assignments: Mapping[int, RankAssignment]) -> None:
@@ -337,8 +334,8 @@ class Rendezvous:
                 return
 
     def interrupt(self, *, softly: bool = False) -> None:
-        """Tells the active members to leave, each once it has its assignment: it would begin it
-        otherwise.
+        """Tells the active members to leave: a member that has just been assigned executes that
+        first.
 
         Args:
             softly: let them finish the collective they are in.
@@ -346,22 +343,4 @@ class Rendezvous:
         generation = self._members.generation
         generation.fence(self._loop.now_s())
         method = WorkerCalls.stop if softly else WorkerCalls.fence
-        members = frozenset(generation.active)
-        if assigned := members - self._assignments.pending:
-            self._calls.broadcast(assigned, method, generation.number)
-        if waiting := members - assigned:
-            interrupting = self._interrupt_when_assigned(waiting, method, self._assignments)
-            self._loop.spawn(interrupting)
-
-    async def _interrupt_when_assigned(
-        self,
-        members: frozenset[int],
-        method: Callable[[Any, int], None],
-        assignments: PendingReplies,
-    ) -> None:
-        generation = self._members.generation.number
-        while members:
-            await assignments.wait_any(members)
-            assigned = members - assignments.pending
-            self._calls.broadcast(assigned, method, generation)
-            members -= assigned
+        self._calls.broadcast(generation.active, method, generation.number)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from rayzero.engine.errors import RayzeroError
@@ -17,7 +17,7 @@ from rayzero.orchestrator.errors import VaultLostError
 from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.job_events import StepReplicated
 from rayzero.orchestrator.policies.pinned_steps import PinnedStep, PinnedSteps
-from rayzero.orchestrator.policies.recovery import replica_targets
+from rayzero.orchestrator.policies.recovery import StoredSlot, replica_targets
 from rayzero.workers.messages import Pinned
 from rayzero.workers.vault.records import SlotRef
 from rayzero.workers.vault.vault import Vault
@@ -36,6 +36,8 @@ class Replication:
     _calls: Calls
     _events: EventBus
     _checkpoints: CheckpointWriter
+    _checkpoint_every: int = 0
+    """`checkpoint.every_steps`; 0: there are no checkpoints."""
     _pins: PinnedSteps = field(default_factory=PinnedSteps)
     _in_progress: int = 0
 
@@ -49,6 +51,16 @@ class Replication:
         if pin is not None:
             self._in_progress += 1
             self._loop.spawn(self._process(pin))
+
+    def resume(self, held: Sequence[StoredSlot]) -> None:
+        """Processes the newest step that a lost controller's generation has pinned on all ranks;
+        older ones are released with it."""
+        generation, every = self._members.generation, self._checkpoint_every
+        if (pin := self._pins.resume(held, generation.number, generation.world_size)) is None:
+            return
+        checkpoint = bool(every) and pin.step % every == 0
+        self._in_progress += 1
+        self._loop.spawn(self._process(replace(pin, checkpoint=checkpoint)))
 
     def on_step_finished(self, generation: int) -> None:
         """A step was finished by all ranks of a generation."""

@@ -54,6 +54,21 @@ class StepReports:
         self._speeds.start_generation(members)
         return self._balancer.start_generation(members, self._speeds.samples_per_s(members))
 
+    def continue_generation(
+        self, generation: GenerationState, told: int, step: int, shares: tuple[float, ...]
+    ) -> None:
+        """A lost controller's generation goes on, of which all ranks have finished `step` steps,
+        and that has told of `told` steps.
+
+        Args:
+            shares: its ranks' shares of a step, when it began.
+        """
+        self._progress.continue_generation(generation.number, generation.world_size, told, step)
+        members = tuple(generation.assignments)
+        self._balancer.start_generation(members, [None] * len(members))
+        if shares:
+            self._balancer.on_divided(shares)
+
     def on_rows(self, worker: int, rows: StepRows) -> None:
         del worker
         if rows.generation == self._members.generation.number:

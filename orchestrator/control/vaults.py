@@ -110,6 +110,10 @@ class VaultManager:
         """A generation is formed that uses the current vaults of these nodes."""
         self._used_addresses = {node: self._members.vault_addresses.get(node, "") for node in nodes}
 
+    def members_know(self, addresses: Mapping[str, str]) -> None:
+        """A lost controller's generation uses these addresses, by node."""
+        self._used_addresses = dict(addresses)
+
     def address_changed(self) -> bool:
         """Whether the generation's members use an outdated address of a vault that is up again."""
         current = self._members.vault_addresses

@@ -8,13 +8,12 @@ has ended and a client has fetched the end.
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -24,10 +23,10 @@ from ray.exceptions import RayError
 from rayzero.engine.errors import RayzeroError, first_line
 from rayzero.engine.redact import redact_url
 from rayzero.orchestrator import machine
-from rayzero.orchestrator.aio import Clock, with_timeout
+from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.checkpoint_store import CheckpointStore
-from rayzero.orchestrator.cluster.leftovers import end_workers
+from rayzero.orchestrator.cluster.node_links import SILENT_S
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 from rayzero.orchestrator.control.components import Dependencies
@@ -36,15 +35,16 @@ from rayzero.orchestrator.errors import JobFailedError, internal_error
 from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.job.command_server import ensure_command_server
 from rayzero.orchestrator.job.ended_jobs import delete_ended, store_ended
-from rayzero.orchestrator.job.lease import Lease, acquire_lease
+from rayzero.orchestrator.job.lease import AwaitedLease, acquire_lease
 from rayzero.orchestrator.job.log import LogPosition, read_log
 from rayzero.orchestrator.job.past_runs import (
-    PastRuns,
-    load_past_runs,
     remove_summary,
     repeated_result,
 )
+from rayzero.orchestrator.job.process import end_fenced_process, tune_gc_and_switch_interval
 from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
+from rayzero.orchestrator.job.save_summary import save_summary
+from rayzero.orchestrator.job.takeover import Takeover, take_over
 from rayzero.orchestrator.job_events import JobWarning, MetricsServed
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.telemetry import RunFiles, Telemetry
@@ -56,7 +56,6 @@ from rayzero.orchestrator.results import (
     JobResult,
     JobStatus,
     final_state,
-    write_summary,
 )
 from rayzero.orchestrator.spec import JobSpec
 from rayzero.workers.actor import RoleActor
@@ -69,13 +68,10 @@ LOG_READ_LINGER_S = 5.0  # how long the process waits for the readers of its log
 RECORD_TIMEOUT_S = 5.0  # limit for recording the end in the cluster, and for ending what is left
 START_WAIT_S = 10.0  # how long a command waits for a job that is starting
 JOURNAL_WAIT_S = 3.0  # how long `scale` waits for the journal's disk; less than its client does
-SUMMARY_RETRY_S = 1.0  # pause between two attempts to write `summary.json`
 _START_POLL_S = 0.05
 _LOG_READER_IDLE_S = 1.5  # a reader that has not asked for this long has stopped
 _RECENT_POLL_S = 10.0
 _REPLY_FLUSH_S = 0.2  # between the last reply and the end of the process
-_GC_THRESHOLD = 50_000
-_SWITCH_INTERVAL_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -101,6 +97,8 @@ class JobActor:
         self._loop = asyncio.get_running_loop()
         self._events = EventBuffer()
         self._writer = BackgroundWriter(self._warn)
+        self._lease: AwaitedLease | None = None
+        self._vaults: VaultGroup | None = None
         self._run: JobRun | None = None  # None while the job is starting
         self._has_begun = False  # owns its name and its folder: it is not refused any more
         self._stop_requested = False
@@ -108,6 +106,7 @@ class JobActor:
         self._last_log_read_s = float("-inf")
         self._end_acknowledged = asyncio.Event()
         # Owned by this object; it ends with the process.
+        self._giving_up: asyncio.Task[None] | None = None
         self._main_task = self._loop.create_task(self._main())
 
     async def fetch_events(self, run: str, since: int, timeout_s: float) -> EventPage:
@@ -184,19 +183,17 @@ class JobActor:
         self._loop.call_soon_threadsafe(self._events.on_event, JobWarning(redact_url(text)))
 
     async def _main(self) -> None:
-        lease: Lease | None = None
         outcome: JobResult | RayzeroError
         try:
-            lease = await self._acquire_lease()
-            outcome = await self._run_job(lease)
+            outcome = await self._run_job()
         except RayzeroError as error:
             outcome = error
         except Exception as error:  # noqa: BLE001  # clients must see the end in any case
             outcome = internal_error(error)
         await self._end_leftovers()
         ended = await self._record_end(outcome)
-        if lease is not None:
-            await asyncio.to_thread(lease.release)
+        if self._lease is not None:
+            await asyncio.to_thread(self._lease.release)
         self._events.finish(ended)
         if self._run is not None:  # after `finish`: clients do not wait for a scrape
             await self._run.telemetry.await_final_scrape()
@@ -210,32 +207,52 @@ class JobActor:
         ray.kill(ray.get_runtime_context().current_actor)
 
     async def _end_leftovers(self) -> None:
-        """Ends what the controller has not ended, such as a worker that an earlier process started.
-        What is left in spite of that ends itself."""
+        """Ends what the controller has not ended of this run, such as a worker that an earlier
+        process started. What is left in spite of that ends itself."""
+        run = self._plan.worker_spec.run
         with suppress(RayError, TimeoutError):
             async with asyncio.timeout(RECORD_TIMEOUT_S):
-                await asyncio.to_thread(end_owned, self._plan.spec.name)
+                await asyncio.to_thread(end_owned, self._plan.spec.name, run)
 
-    async def _acquire_lease(self) -> Lease:
-        """Raises as `acquire_lease`."""
+    def _begin_lease(self, trains: bool) -> AwaitedLease:
+        """Begins to acquire the folder's lease. A job that trains needs it to store its end, too,
+        if it is stopped meanwhile."""
         spec = self._plan.spec
-        return await asyncio.to_thread(
+
+        def give_up(error: RayzeroError) -> None:
+            self._loop.call_soon_threadsafe(self._give_up_folder, error)
+
+        acquire = partial(
             acquire_lease,
             self._plan.job_folder,
             spec.name,
             spec.checkpoint.lease_s,
             self._warn,
-            lambda: self._stop_requested,
+            lambda: self._stop_requested and not trains,
             run=self._plan.worker_spec.run,
-            on_lost=lambda error: self._loop.call_soon_threadsafe(self._give_up_folder, error),
+            on_lost=give_up,
             on_removed=lambda: self._loop.call_soon_threadsafe(self._write_folder_again),
         )
+        self._lease = AwaitedLease(acquire, give_up)
+        return self._lease
+
+    def _check_lease(self) -> None:
+        """Raises as `AwaitedLease.check`. Called by threads that write."""
+        if self._lease is not None:
+            self._lease.check()
 
     def _give_up_folder(self, error: RayzeroError) -> None:
         """Another process owns the job's folder."""
         if self._run is not None:
             self._run.recorder.stop_journal()
-            self._run.controller.post_event(machine.FaultFatal(error))
+            self._giving_up = self._loop.create_task(self._give_up(self._run, error))
+
+    async def _give_up(self, run: JobRun, error: RayzeroError) -> None:
+        """Ends this process's workers and vaults, unless the other process has them: it is this
+        actor's, too, where Ray took this node for lost."""
+        if self._vaults is not None:
+            await self._vaults.ask_all(SILENT_S)
+        run.controller.post_event(machine.FaultFatal(error))
 
     def _write_folder_again(self) -> None:
         """The job's folder was removed, and is there again."""
@@ -243,14 +260,26 @@ class JobActor:
             self._run.recorder.write_again()
             self._run.controller.on_folder_removed()
 
-    async def _run_job(self, lease: Lease) -> JobResult:
+    async def _run_job(self) -> JobResult:
         plan = self._plan
-        inherited = await end_workers(plan.spec.name)  # first: they write into the folder
-        past = await asyncio.to_thread(load_past_runs, plan, self._warn)
-        # Rollouts in a vault belong to the process that has opened them: with roles none is kept.
-        continued = past.lost.run if past.lost is not None and not plan.roles else ""
-        vaults = VaultGroup(plan.worker_spec, lease.epoch, plan.spec.recovery.orphan_s)
-        await vaults.attach(await inherited.end_vaults(continued))
+        taken = await take_over(plan, self._begin_lease, self._warn)
+        orphan_s = plan.spec.recovery.orphan_s
+        vaults = self._vaults = VaultGroup(
+            plan.worker_spec, taken.epoch, orphan_s, end_fenced_process
+        )
+
+        def indices_from_first() -> Iterator[int]:  # asked once the vaults are attached
+            yield from count(max(taken.first_index, vaults.last_worker + 1))
+
+        # Of all workers, by which agents know them.
+        indices = indices_from_first()
+        workers = WorkerGroup(
+            plan.worker_spec, self._clock, self._can_grow, vaults, indices=indices
+        )
+        if taken.living is not None:  # before the vaults, which pass on what the workers have sent
+            workers.adopt(taken.living.workers, taken.living.groups)
+        await vaults.attach(taken.vaults)
+        past = taken.past
         if repeated := await asyncio.to_thread(repeated_result, plan, past.last):
             self._warn(repeated.note)
             return repeated
@@ -259,9 +288,7 @@ class JobActor:
             await asyncio.to_thread(ensure_command_server)
         with suppress(RayError):  # then the record of the last run is shown for a little longer
             await asyncio.to_thread(delete_ended, plan.spec.name)
-        # Of all workers, by which vaults report the ends of their processes.
-        indices = count(inherited.first_index)
-        run = self._run = await self._open_run(past, lease, vaults, indices)
+        run = self._run = await self._open_run(taken, workers, vaults, indices)
         if self._stop_requested:
             run.controller.post_event(machine.StopRequested())
         result = await run.controller.run()
@@ -269,24 +296,29 @@ class JobActor:
         return result
 
     async def _open_run(
-        self, past: PastRuns, lease: Lease, vaults: VaultGroup, indices: Iterator[int]
+        self,
+        taken: Takeover,
+        workers: WorkerGroup,
+        vaults: VaultGroup,
+        indices: Iterator[int],
     ) -> JobRun:
         """Builds the run. Raises as `Telemetry`."""
-        plan, warn = self._plan, self._warn
-        # It exists if and only if the last run succeeded.
-        await asyncio.to_thread(remove_summary, plan)
+        plan, warn, past, check_lease = self._plan, self._warn, taken.past, self._check_lease
+        found = None if taken.living is None else taken.living.found
+        if found is None:  # it exists if and only if the last run succeeded
+            await asyncio.to_thread(remove_summary, plan)
         clock, events = Clock(), EventBus(past.lost)
         telemetry = await asyncio.to_thread(lambda: Telemetry(plan, clock, self._writer, events))
         if past.lost is not None:
             await asyncio.to_thread(telemetry.restore_curves, plan.job_folder, warn)
         # After the telemetry, whose wall time its entries include.
         recorder = JobRecorder(
-            plan, self._events, self._writer, events, telemetry.seconds, lease.check, warn
+            plan, self._events, self._writer, events, telemetry.seconds, check_lease, warn
         )
         recorder.begin(adopted=past.lost is not None)
         trackers = Trackers(plan, events.facts.began_at_s, warn)
         trackers.subscribe_to(events)
-        files = RunFiles(plan, telemetry, self._writer, recorder.store_writer, lease.check)
+        files = RunFiles(plan, telemetry, self._writer, recorder.store_writer, check_lease)
         files.subscribe_to(events)
         if telemetry.port_note:
             warn(telemetry.port_note)
@@ -297,20 +329,19 @@ class JobActor:
                 f"Ray removes {plan.output_dir} some time after the job, with its log and summary: "
                 "checkpoint.path with a shared folder or a URL keeps them"
             )
-        workers = WorkerGroup(plan.worker_spec, clock, self._can_grow, vaults, indices=indices)
         roles = {
             role.name: WorkerGroup(
                 role.worker_spec, clock, self._can_grow, vaults, RoleActor, indices
             )
             for role in plan.roles
         }
-        store = CheckpointStore(plan, warn, adopting=past.lost is not None, check_lease=lease.check)
+        store = CheckpointStore(plan, warn, adopting=past.lost is not None, check_lease=check_lease)
 
         async def flush_journal(limit_s: float) -> bool:
             return await asyncio.to_thread(recorder.flush_journal, limit_s)
 
         dependencies = Dependencies(workers, vaults, store, events, clock, flush_journal, roles)
-        controller = Controller(plan, dependencies, past.lost, past.last)
+        controller = Controller(plan, dependencies, past.lost, past.last, found)
         return JobRun(recorder, telemetry, trackers, controller)
 
     async def _record_end(self, outcome: JobResult | RayzeroError) -> EndedJob:
@@ -351,48 +382,3 @@ class JobActor:
             async with asyncio.timeout(LOG_READ_LINGER_S):
                 while self._clock.now() - self._last_log_read_s < _LOG_READER_IDLE_S:
                     await asyncio.sleep(_REPLY_FLUSH_S)
-
-
-async def save_summary(
-    result: JobResult, clock: Clock, limit_s: float, warn: Callable[[str], None]
-) -> None:
-    """Writes `summary.json`, with retries: an outage of its disk is shorter than the limit. Raises
-    JobFailedError if the disk does not take it, or does not answer."""
-    reasons: list[str] = []
-
-    async def write() -> None:
-        while True:
-            try:
-                return await asyncio.to_thread(write_summary, result)
-            except OSError as error:
-                if not reasons:
-                    warn(f"{result.summary_path} cannot be written, retrying: {error}")
-                reasons.append(str(error))
-            await clock.sleep(SUMMARY_RETRY_S)
-
-    try:
-        await with_timeout(clock, limit_s, write())
-    except TimeoutError:
-        reason = reasons[-1] if reasons else "no answer from the disk"
-        raise JobFailedError(
-            f"training has succeeded, but {result.summary_path} cannot be written for "
-            f"{limit_s:g} s: {reason}",
-            fix="checkpoint.path, the disk it is on, or a longer recovery.patience_s, of which "
-            "half is waited for",
-        ) from None
-
-
-def tune_gc_and_switch_interval() -> None:
-    """Prepares a process that only runs a job's controller; called after all imports.
-
-    Garbage collection: messages are in no reference cycles. At Python's default thresholds the
-    collector scans all modules and the state of the job so often that it took a fifth of the CPU
-    time of a large job's controller.
-
-    Threads: a scrape renders thousands of series in a thread of its own; at the default switch
-    interval the event loop would wait 5 ms for the GIL each time.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_GC_THRESHOLD, 20, 20)
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)

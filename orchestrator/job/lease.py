@@ -115,6 +115,58 @@ def acquire_lease(
     return Lease(job_folder, holder, claims, run, warn, on_lost, on_removed)
 
 
+def next_epoch(job_folder: str) -> int:
+    """That of the next holder of a job's folder. Raises StoreError."""
+    others, _ = ClaimStore(job_folder).list_others("")
+    return 1 + max((other.claim.epoch for other in others), default=0)
+
+
+class AwaitedLease:
+    """A lease that is acquired in a thread, for a process that works before it may write. Owns the
+    thread `rayzero-lease-wait`, which ends once the lease is acquired or refused."""
+
+    def __init__(
+        self, acquire: Callable[[], Lease], on_refused: Callable[[RayzeroError], object]
+    ) -> None:
+        """
+        Args:
+            acquire: as `acquire_lease`.
+            on_refused: called in the thread with what `acquire` raises.
+        """
+        self._acquire = acquire
+        self._on_refused = on_refused
+        self._lease: Lease | None = None
+        self._refusal: RayzeroError | None = None
+        self._decided = Event()
+        Thread(target=self._wait, name="rayzero-lease-wait", daemon=True).start()
+
+    def wait(self) -> Lease:
+        """Blocks until the lease is held. Raises as `acquire_lease`."""
+        self._decided.wait()
+        if self._lease is None:
+            refusal = self._refusal or JobStoppedError("the lease was given up")
+            raise type(refusal)(refusal.seen, refusal.allowed, refusal.fix)
+        return self._lease
+
+    def check(self) -> None:
+        """Checks as `Lease.check`, once the lease is held. Called by threads that may wait."""
+        self.wait().check()
+
+    def release(self) -> None:
+        """Releases the folder as `Lease.release`, if it is held."""
+        if self._lease is not None:
+            self._lease.release()
+
+    def _wait(self) -> None:
+        try:
+            self._lease = self._acquire()
+        except RayzeroError as error:
+            self._refusal = error
+            self._on_refused(error)
+        finally:
+            self._decided.set()
+
+
 class Lease:
     """A held lease. Owns the thread `rayzero-lease`, until `release`."""
 

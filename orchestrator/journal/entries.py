@@ -40,6 +40,7 @@ _KINDS: Mapping[str, type[JobEvent]] = {
     "pruned": job_events.CheckpointsPruned,
     "reserved": job_events.NumbersReserved,
     "removed": job_events.FolderRemoved,
+    "reattached": job_events.Reattached,
     "ended": job_events.RunEnded,
 }
 _KIND_OF = {event_type: kind for kind, event_type in _KINDS.items()}

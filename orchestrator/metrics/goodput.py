@@ -100,6 +100,7 @@ class TimeAccounting:
         self._reconfiguration: State | None = None
         self._best_step: int | None = None
         """The highest step ever finished; None before the first."""
+        self._offline_ns = 0
         self._has_stepped = False
         """A step finished in this process."""
 
@@ -110,8 +111,15 @@ class TimeAccounting:
         for category in TimeCategory:
             self._booked_ns[category] = max(0, _to_ns(seconds.get(category, 0.0)))
         unbooked_ns = _to_ns(ago_s) - sum(self._booked_ns.values())
-        self._booked_ns[TimeCategory.ADOPTION] += max(0, unbooked_ns)  # clocks may be adjusted
+        self._offline_ns = max(0, unbooked_ns)  # clocks may be adjusted
+        self._booked_ns[TimeCategory.ADOPTION] += self._offline_ns
         self._best_step = best_step or None
+
+    def on_reattached(self) -> None:
+        """The lost run has trained on: its time is that of the next step."""
+        self._booked_ns[TimeCategory.ADOPTION] -= self._offline_ns
+        self._unattributed_ns += self._offline_ns
+        self._offline_ns, self._has_stepped = 0, True
 
     def on_state(self, state: State, now_s: float) -> None:
         if self._state.is_final:

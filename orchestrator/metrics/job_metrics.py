@@ -273,6 +273,8 @@ class JobMetrics:
             case job_events.StateEntered():
                 self.time_accounting.on_state(event.state, now.clock_s)
                 self.state_since = now
+            case job_events.Reattached():
+                self.time_accounting.on_reattached()
             case StepRecord():
                 self._on_step(event, now)
             case job_events.Repaired():

@@ -78,10 +78,12 @@ function rankTiles(ranks) {
   });
 }
 
+const RECOVERED = { repair: "repaired", resize: "resized", reattach: "re-attached" };
+
 function eventTable({ faults, recoveries }) {
   const rows = [
     ...faults.map((fault) => [fault.at_s, "bad", fault.cause, fault.text]),
-    ...recoveries.map((event) => [event.at_s, "good", event.kind === "repair" ? "repaired" : "resized",
+    ...recoveries.map((event) => [event.at_s, "good", RECOVERED[event.kind] || event.kind,
       `in ${duration(event.total_s)}: ${event.world_size_before} → ${event.world_size} ranks after step ${count(event.step)}` +
       (event.steps_redone ? `, ${count(event.steps_redone)} steps redone` : "")]),
   ];

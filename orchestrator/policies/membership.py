@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from sys import intern
 
 from rayzero.orchestrator.aio import ObservedState
 from rayzero.orchestrator.errors import JobFailedError
@@ -147,7 +148,7 @@ class WorkerRegistry(ObservedState):
         """Increased by every change of the ready workers."""
 
     def add(self, workers: Iterable[WorkerInfo]) -> None:
-        new = {worker.index: worker for worker in workers}
+        new = {worker.index: _with_shared_texts(worker) for worker in workers}
         self._all |= new
         self._alive |= new
         self._invalidate()
@@ -262,3 +263,9 @@ class WorkerRegistry(ObservedState):
     def _invalidate(self) -> None:
         self._ready = self._nodes = None
         self._version += 1
+
+
+def _with_shared_texts(worker: WorkerInfo) -> WorkerInfo:
+    """The same, with texts that workers of a node share: lists of workers are pickled."""
+    node_id, node, ip = intern(worker.node_id), intern(worker.node), intern(worker.ip)
+    return replace(worker, node_id=node_id, node=node, ip=ip)

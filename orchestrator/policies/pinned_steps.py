@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from rayzero.orchestrator.policies.recovery import StoredSlot
 from rayzero.workers.messages import Pinned
 from rayzero.workers.vault.records import SlotRef
 
@@ -44,10 +46,13 @@ class PinnedSteps:
         self._in_progress: set[tuple[int, int]] = set()
         self._limits: dict[int, int] = {}
         self._released: dict[int, int] = {}
+        self._resumed = (0, 0)
 
     def add_rank(self, message: Pinned, node_id: str, world_size: int) -> PinnedStep | None:
         """Returns the pinned step that this message completes, if any; it is then in progress."""
         generation, step = key = (message.generation, message.step)
+        if key <= self._resumed:
+            return None
         self._limits.setdefault(generation, -1)
         ranks = self._incomplete.setdefault(key, {})
         ranks[message.rank] = (message, node_id)
@@ -65,6 +70,31 @@ class PinnedSteps:
             stopped_s=max(message.stopped_s for message, _ in ranks.values()),
             rank_bytes=max(message.nbytes for message, _ in ranks.values()),
         )
+
+    def resume(
+        self, held: Iterable[StoredSlot], generation: int, world_size: int
+    ) -> PinnedStep | None:
+        """The newest step that all ranks of a lost controller's generation have pinned; it is then
+        in progress. Messages about it, and about older ones, may still come."""
+        by_step: defaultdict[int, dict[int, StoredSlot]] = defaultdict(dict)
+        for stored in held:
+            slot = stored.slot
+            if slot.generation == generation and slot.pinned and not slot.replica:
+                by_step[slot.step][slot.rank] = stored
+        whole = [step for step, ranks in by_step.items() if len(ranks) == world_size]
+        if not whole:
+            return None
+        step = max(whole)
+        self._resumed = generation, step
+        self._limits.setdefault(generation, -1)
+        self._in_progress.add((generation, step))
+        ranks = by_step[step]
+        slots = tuple(
+            SlotRef(generation, rank, step, stored.node_id)
+            for rank, stored in sorted(ranks.items())
+        )
+        largest = max(stored.slot.nbytes for stored in ranks.values())
+        return PinnedStep(generation, step, slots, False, 0.0, largest)
 
     def complete(self, pin: PinnedStep, *, hold: bool) -> None:
         """A pin is processed. `hold`: it is now complete on every redundancy level."""

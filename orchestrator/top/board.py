@@ -270,6 +270,9 @@ def _rank_tile(rank: dict[str, Any]) -> Text:
     return tile
 
 
+_RECOVERED = {"repair": "repaired", "resize": "resized", "reattach": "re-attached"}
+
+
 def _events_table(now: Snapshot) -> RenderableType:
     of_roles = (role.get("seen_faults", ()) for role in now.get("roles", {}).values())
     rows = [
@@ -277,7 +280,7 @@ def _events_table(now: Snapshot) -> RenderableType:
         for fault in chain(now["faults"], *of_roles)
     ]
     for event in now["recoveries"]:
-        kind = "repaired" if event["kind"] == "repair" else "resized"
+        kind = _RECOVERED.get(event["kind"], event["kind"])
         sizes = f"{event['world_size_before']} -> {event['world_size']} ranks"
         text = f"in {format_duration(event['total_s'])}: {sizes} after step {event['step']:,}"
         rows.append((event["at_s"], Text(kind, "green"), text))

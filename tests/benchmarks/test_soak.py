@@ -22,6 +22,7 @@ from benchmarks.soak_plan import kind_of, plan
 from benchmarks.soak_target import NotHeldError, Target
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import FaultFired
+from tests.support.forking import fork_server
 
 ROOT = Path(__file__).resolve().parents[2]
 SINGLE_NODE_KINDS = kinds_for(nodes=1)
@@ -94,9 +95,9 @@ def test_fault_that_fired_too_few_times_is_reported(tmp_path: Path) -> None:
 def test_short_soak_loses_nothing(tmp_path: Path, options: str, kinds: list[str]) -> None:
     path, count = tmp_path / "soak.json", str(len(kinds))
     command = [sys.executable, "-m", "benchmarks.soak", *options.split(), "--faults", count]
-    done = subprocess.run(
-        [*command, "--state", str(path)], cwd=ROOT, capture_output=True, text=True, timeout=280
-    )
+    command += ["--state", str(path)]
+    with fork_server():
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{count} faults in 1 episodes: nothing lost" in done.stdout
     (episode,) = json.loads(path.read_text())["episodes"]

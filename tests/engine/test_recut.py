@@ -199,10 +199,7 @@ def optimizer(name: str) -> dict[str, Any]:
 
 
 ROWS = {
-    "bf16, momentum, lazy weights": zero(2)
-    | BF16
-    | optimizer("SGD")
-    | {"rayzero": {"overlap_weight_gather": True}},
+    "bf16, momentum": zero(2) | BF16 | optimizer("SGD"),
     "fp16, accumulation, low rank": zero(1)
     | FP16
     | {"train_micro_batch_size_per_gpu": 2}

@@ -40,7 +40,10 @@ REASONS = {
         orchestrator.job.client: LOG_POLL_S
         orchestrator.job.stored_log: FOLLOW_POLL_S
         orchestrator.job.api: _RETRY_INTERVAL_S
-        orchestrator.job.actor: _SWITCH_INTERVAL_S _REPLY_FLUSH_S _START_POLL_S SUMMARY_RETRY_S
+        orchestrator.job.process: _SWITCH_INTERVAL_S
+        orchestrator.job.actor: _REPLY_FLUSH_S _START_POLL_S
+        orchestrator.job.save_summary: SUMMARY_RETRY_S
+        orchestrator.cluster.leftovers: _ASK_PAUSE_S
         orchestrator.job.prestop: _POLL_S
         orchestrator.job.handle: LONG_POLL_S _RETRY_PAUSE_S
         orchestrator.job.lease: CLAIM_POLL_S
@@ -76,7 +79,7 @@ REASONS = {
         orchestrator.cluster.ray_api: _PING_INTERVAL_S
         orchestrator.cluster.addresses: _LEAST_WAIT_S
         orchestrator.cluster.worker_group: _ACQUIRE_INTERVAL_S _FILL_INTERVAL_S
-            _EXTRA_WORKER_WAIT_S WAITING_INTERVAL_S
+            _EXTRA_WORKER_WAIT_S WAITING_INTERVAL_S _PING_INTERVAL_S
     """,
     "the end of a thread or process that has nothing left to do; it is left behind otherwise": """
         orchestrator.control.roles: END_LIMIT_S
@@ -124,6 +127,7 @@ REASONS = {
         orchestrator.doctor.probes: _ANSWER_S
         orchestrator.cluster.node_links: CAUSE_WAIT_S
         workers.agent.node_agent: _ATTACH_TIMEOUT_S
+        workers.actor: _AGENT_WAIT_S
     """,
     "of a process that uses no CPU, or the least of a limit that is learned from steps": """
         workers.vault.process_watch: STALLED_S

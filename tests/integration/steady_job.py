@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -78,3 +79,12 @@ def latest_step(event_log: EventLog) -> int:
 
 def world_size(event_log: EventLog) -> int:
     return event_log.of(StepRecord)[-1].world_size
+
+
+def assert_names_sigkill(text: str) -> None:
+    """The node's agent says how a process ended, and not Ray; the kernel tells it since Linux
+    6.15."""
+    if tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 15):
+        assert "its process was killed by SIGKILL" in text
+    else:
+        assert "exit" in text or "killed" in text

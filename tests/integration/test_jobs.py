@@ -130,7 +130,7 @@ def test_long_call_is_waited_for_and_its_function_called_in_a_new_process(
         engine={"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}},
         workers=Workers(min=1, max=2),
         steps=30,
-        recovery={"hang_timeout_s": 14.0, "mirror_every": 1},
+        recovery={"mirror_every": 1},
         checkpoint={"path": str(tmp_path)},
     )
     result = job.run(observer=event_log)

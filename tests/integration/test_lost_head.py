@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
@@ -18,9 +21,10 @@ from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.cluster.connect import connect
 from rayzero.orchestrator.job.api import Job
 from rayzero.orchestrator.job.client import JobProcess
+from rayzero.orchestrator.job.handle import JobHandle
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.lifetimes import find_owned, has_process
-from tests.integration.steady_job import latest_step, steady_job, wait_for
+from tests.integration.steady_job import latest_step, steady_job, wait_for, world_size
 from tests.orchestrator.support import EventLog
 from tests.support.durable_head import DurableHead
 from tests.support.token_head import ROOT
@@ -36,21 +40,33 @@ def test_training_outlives_the_head_and_nothing_outlives_the_job(tmp_path: Path)
     try:
         run_driver(cluster, "begin", tmp_path)
         ledger = tmp_path / "steady" / "ledger"
+        kept, killed = workers = sorted(cluster.processes("ray::WorkerActor"))
         cluster.lose_head()
         step = max(read_ledger(ledger))
         wait_until(lambda: max(read_ledger(ledger)) > step + STEPS_ALONE, LIMIT_S, "training")
-        assert len(cluster.processes("ray::WorkerActor")) == 2
         assert not cluster.processes("ray::JobActor")
         cluster.start_head()
-        assert run_driver(cluster, "go_on", tmp_path)["left"] == []
+        run_driver(cluster, "go_on", tmp_path)
+        assert sorted(cluster.processes("ray::WorkerActor")) == workers
+        (steps,) = steps_by_generation(ledger)
+        assert steps == [*range(1, steps[-1] + 1)]
+        cluster.lose_head()
+        step = max(read_ledger(ledger))
+        os.kill(killed, signal.SIGKILL)
+        wait_until(lambda: not psutil.pid_exists(killed), LIMIT_S, "the end of a worker")
+        cluster.start_head()
+        run_driver(cluster, "go_on", tmp_path)
+        pids = cluster.processes("ray::WorkerActor")
+        assert kept in pids - {killed}
         before, *_, after = steps_by_generation(ledger)
         assert before == [*range(1, before[-1] + 1)]
-        assert before[-1] > step + STEPS_ALONE
-        again = before[-1] + 1 - after[0]
-        assert 0 <= again <= 2, "only steps whose copies were being made when the workers ended"
+        assert (before[-1] >= step, after[0]) == (True, before[-1] + 1), "no finished step again"
+        assert run_driver(cluster, "stop", tmp_path) == {"left": []}
         events = (tmp_path / "steady" / "events.jsonl").read_text().splitlines()
-        kinds = [json.loads(line)["kind"] for line in events]
-        assert (kinds.count("begun"), kinds[-1]) == (2, "ended")
+        kinds = [entry["kind"] for entry in map(json.loads, events)]
+        assert (kinds.count("begun"), kinds.count("repaired"), kinds[-1]) == (3, 1, "ended")
+        lost = [entry["lost_ranks"] for entry in map(json.loads, events) if "lost_ranks" in entry]
+        assert [len(ranks) for ranks in lost] == [0, 1]
         assert run_driver(cluster, "lose_process", tmp_path) == {"owned": 5}
         titles = "ray::WorkerActor", "ray::VaultActor", "ray::JobActor"
         wait_until(lambda: not cluster.processes(*titles), LIMIT_S, "the end of all processes")
@@ -88,17 +104,25 @@ def begin(folder: Path, address: str) -> dict[str, Any]:
 
 
 def go_on(folder: Path, address: str) -> dict[str, Any]:
-    """Attach to the job once Ray has restarted its process, and stop it."""
+    """Attach to the job once Ray has restarted its process, and follow it."""
     event_log = EventLog()
+    handle = attach(address, event_log)
+    wait_for(handle, lambda: len(event_log.of(StepRecord)) > 10 and world_size(event_log) == 2)
+    return {}
+
+
+def attach(address: str, event_log: EventLog) -> JobHandle:
     deadline = time.monotonic() + LIMIT_S
     while True:
         try:
-            handle = Job.attach("steady", address, event_log)
-            break
+            return Job.attach("steady", address, event_log)
         except ConfigError:
             assert time.monotonic() < deadline
             time.sleep(0.2)
-    wait_for(handle, lambda: len(event_log.of(StepRecord)) > 10)
+
+
+def stop(folder: Path, address: str) -> dict[str, Any]:
+    handle = attach(address, EventLog())
     handle.stop()
     assert handle.wait(LIMIT_S)
     with closing(connect(address)):
@@ -132,5 +156,5 @@ def job(folder: Path, name: str) -> Job:
 
 
 if __name__ == "__main__":
-    stage = {"begin": begin, "go_on": go_on, "lose_process": lose_process}[sys.argv[1]]
+    stage = {it.__name__: it for it in (begin, go_on, stop, lose_process)}[sys.argv[1]]
     print(json.dumps(stage(Path(sys.argv[2]), sys.argv[3])), flush=True)

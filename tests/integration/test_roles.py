@@ -16,6 +16,7 @@ from rayzero.orchestrator.job_events import FaultDetected, Repaired, RoleFault, 
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.messages import LogLine
+from tests.integration.steady_job import assert_names_sigkill
 from tests.orchestrator.support import EventLog
 
 pytestmark = pytest.mark.slow
@@ -67,8 +68,7 @@ def test_role_beside_the_ranks(no_leaks: None, tmp_path: Path):
     assert [(it.role, it.rank) for it in log.of(FaultFired)] == [("rollout", second.number)]
     (fault,) = log.of(RoleFault)
     assert (fault.number, fault.cause) == (second.number, "lost")
-    # The vault's text or Ray's, whichever is first; the kernel tells a vault since Linux 6.15.
-    assert "killed by SIGKILL" in fault.text or "exits" in fault.text
+    assert_names_sigkill(fault.text)
     wait_for(lambda: len(log.of(RoleWorkerReady)) == 3)
     assert log.of(RoleWorkerReady)[2].number == second.number
     assert "role rollout: 1 to 3 workers wanted; it has 2" in handle.scale((1, 3), role="rollout")

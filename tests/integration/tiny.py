@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -63,14 +62,11 @@ class TinyWorker:
             worker_socket(self._spec.name, self._spec.run, node_id),
             self._index,
             lambda _: self.poll(0.1),
+            self,
         )
         return WorkerInfo(self._index, node_id, socket.gethostname(), "127.0.0.1", os.getpid())
 
-    def call(self, method: str, *args: Any) -> Any:
-        return getattr(self, method)(*args)
-
-    def wait_end(self) -> None:
-        threading.Event().wait()
+    def ping(self) -> None: ...
 
     def poll(self, timeout_s: float) -> list[WorkerMessage]:
         time.sleep(timeout_s)

@@ -32,6 +32,7 @@ from rayzero.orchestrator.errors import (
     WorkerLostError,
     WorkerStartError,
 )
+from rayzero.orchestrator.policies.attachment import newest_member
 from rayzero.orchestrator.policies.placement import ResourceRequest
 from rayzero.orchestrator.policies.recovery import CheckpointRef
 from rayzero.workers.chaos.spec import FaultSpec
@@ -60,6 +61,7 @@ from rayzero.workers.rollouts.ledger import RolloutLedger, RolloutPlan
 from rayzero.workers.stacks import Stacks
 from rayzero.workers.vault.health import HealthReport
 from rayzero.workers.vault.records import ConnectionLost, SlotInfo, SlotRef, VaultGoneError
+from rayzero.workers.worker_status import GenerationRecord, WorkerStatus
 
 WorkerOutput = list[WorkerMessage] | WorkerLostError
 
@@ -90,6 +92,7 @@ class FakeProcess:
     retired: bool = False  # it was ended after its function had left
     delayed: bool = False  # its output is held back in `backlog`
     backlog: list[WorkerOutput] = field(default_factory=list)
+    record: GenerationRecord = field(default_factory=GenerationRecord)
 
 
 @dataclass
@@ -152,6 +155,7 @@ class FakeCluster:
         self.versions: dict[int, int] = {}  # by generation, the newest step that all have mirrored
         self.messages: asyncio.Queue[tuple[int, WorkerOutput]] = asyncio.Queue()
         self.tasks: set[asyncio.Task[None]] = set()  # commands in progress
+        self.newest_command: asyncio.Task[None] | None = None
         self.beat_of: Callable[[int], Heartbeat] | None = None  # of a worker, at any time
         self.reading: frozenset[int] = frozenset()  # workers whose loaders read
         self.next_poll_s = 0.0  # when the next empty poll replies are due
@@ -175,7 +179,35 @@ class FakeCluster:
         self.joining.put_nowait(info)
         return info.index
 
+    def lose_controller(self) -> list[WorkerStatus]:
+        """Keep what the controller has not received for the next one, which asks the workers."""
+        for task in self.tasks:
+            task.cancel()
+        for process in self.processes.values():
+            process.subscribed = False
+        while not self.messages.empty():
+            worker, output = self.messages.get_nowait()
+            if isinstance(output, list):
+                self.processes[worker].unsent.append(output)
+        self.messages = asyncio.Queue()
+        self.joining = asyncio.Queue()
+        self.vaults.attached = tuple(self.vaults.by_node)
+        return [
+            process.record.status(process.info, "", process.drain or process.leaving)
+            for process in self.processes.values()
+            if process.alive
+        ]
+
+    def adopted_members(self, statuses: Sequence[WorkerStatus]) -> tuple[WorkerInfo, ...]:
+        newest = newest_member(statuses)
+        return () if newest is None else self.processes[newest.info.index].record.members
+
+    def resume(self, need: ResourceRequest) -> None:
+        self.resized.append((need.min_workers, need.max_workers))
+
     def send(self, worker: int, *messages: WorkerMessage) -> None:
+        for message in messages:
+            self.processes[worker].record.note(message)
         self._post(self.processes[worker], list(messages))
 
     def prepare(self, worker: int) -> None:
@@ -236,10 +268,12 @@ class FakeCluster:
         assert assign is not None
         crash_step = process.step + 1 if step is None else step
         process.assign = None
+        has_loaded = process.ready and kind != "state"
         self.send(
             worker,
             Crashed(
                 *(assign.generation, assign.rank, kind, crash_step, error, "the user's frames"),
+                memory=self._memory(process) if has_loaded else None,
                 stays=kind == "collective" and self._stays(process),
             ),
         )
@@ -477,6 +511,7 @@ class FakeCluster:
             assert not process.in_loop, "two functions in a process"
             assert process.ahead is None
             process.ahead = assign
+            process.record.assign(assign)
             if self.prepares:
                 self.prepare(worker)
             return
@@ -488,6 +523,7 @@ class FakeCluster:
             if other.alive and other.assign is not None:
                 assert other.assign.generation == assign.generation, "two generations at once"
         self.assigned.append((worker, assign))
+        process.record.assign(assign)
         process.assign, process.ready, process.drain = assign, False, False
         process.leaving = False
         if self.auto:
@@ -532,14 +568,21 @@ class FakeCluster:
         self, name: str, workers: Iterable[int], execute: Callable[[int], object]
     ) -> PendingReplies:
         replies = PendingReplies(workers)
-        task = asyncio.ensure_future(self._execute(name, replies, execute))
+        task = asyncio.ensure_future(self._execute(name, replies, execute, self.newest_command))
+        self.newest_command = task  # workers execute them in order
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         return replies
 
     async def _execute(
-        self, name: str, replies: PendingReplies, execute: Callable[[int], object]
+        self,
+        name: str,
+        replies: PendingReplies,
+        execute: Callable[[int], object],
+        before: asyncio.Task[None] | None,
     ) -> None:
+        if before is not None:
+            await asyncio.wait([before])
         await self.delay(name)
         for worker in sorted(replies.pending):
             process = self.processes[worker]

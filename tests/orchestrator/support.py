@@ -40,6 +40,7 @@ from rayzero.orchestrator.journal.files import JournalFiles
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.telemetry import Telemetry
 from rayzero.orchestrator.plan import JobPlan, make_plan
+from rayzero.orchestrator.policies.attachment import Attachment, find_attachment
 from rayzero.orchestrator.policies.recovery import CheckpointRef
 from rayzero.orchestrator.results import JobResult
 from rayzero.orchestrator.spec import JobSpec
@@ -219,6 +220,7 @@ class Harness:
         flush_journal: Callable[[float], Awaitable[bool]] = is_durable,
         put: Callable[[JournalUpdate], None] | None = None,
         unix: Callable[[], float] | None = None,
+        found: Attachment | None = None,
         **changes: Any,
     ) -> None:
         self.clock = VirtualClock()
@@ -246,10 +248,27 @@ class Harness:
             cast(Any, self.roles),
         )
         with patch.object(loop, "ChangeNotifier", CheckedNotifier):
-            self.controller = Controller(self.plan, ports, past)
+            self.controller = Controller(self.plan, ports, past, found=found)
         self.clock.on_idle = self.check_waiters
         self.run = asyncio.ensure_future(self.controller.run())
         _JOBS.get([]).append(self)
+
+    async def succeeded_by(
+        self, folder: Path, between: Callable[[], object] = lambda: None, **changes: Any
+    ) -> Harness:
+        """Lose the controller; the next one continues with the workers that live after `between`.
+        Its journal is `changes["past"]`, else all that this one has seen."""
+        past = changes.pop("past", None) or reread(self.events.facts)
+        self.run.cancel()
+        await settle()
+        _JOBS.get([]).remove(self)
+        cluster = self.cluster
+        cluster.lose_controller()
+        between()
+        statuses = cluster.lose_controller()
+        found = find_attachment(statuses, cluster.adopted_members(statuses))
+        assert found is not None
+        return Harness(folder, cluster, self.store, past, found=found, **changes)
 
     def check_waiters(self) -> None:
         """Fails if a state change did not wake a coroutine that waits for it."""

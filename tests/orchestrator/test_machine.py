@@ -24,7 +24,10 @@ from rayzero.orchestrator.machine import (
 
 EXAMPLES: dict[EventType, Event] = {
     **{kind: kind() for kind in EVENTS if not dataclasses.fields(kind)},
-    **{kind: kind(1) for kind in (machine.GenerationFormed, machine.AllFinished)},
+    **{
+        kind: kind(1)
+        for kind in (machine.GenerationFormed, machine.GenerationFound, machine.AllFinished)
+    },
     machine.FaultRecoverable: machine.FaultRecoverable(1),
     machine.FaultFatal: machine.FaultFatal(RayzeroError("it broke")),
     machine.ResizeRequested: machine.ResizeRequested(1, "more workers"),
@@ -43,17 +46,17 @@ ABBREVIATIONS = {
     "X": State.STOPPED,
 }
 EXPECTED = """
-     Submitted WorkersPlaced GenerationFormed AllFinished FaultRecoverable FaultFatal \
-     ResizeRequested StopRequested TrainingStopped StopTimedOut
-P    ST !  !  !  !  F  !  X  !  !
-ST   !  ST R  !  RC F  !  X  !  !
-R    !  !  !  OK RC F  RS SP !  !
-RS   !  !  R  OK RC F  -  SP !  !
-RC   !  !  R  -  RC F  -  SP !  !
-SP   !  !  -  OK -  X  -  -  X  X
-OK   -  -  -  -  -  -  -  -  -  -
-F    -  -  -  -  -  -  -  -  -  -
-X    -  -  -  -  -  -  -  -  -  -
+     Submitted GenerationFound WorkersPlaced GenerationFormed AllFinished FaultRecoverable \
+     FaultFatal ResizeRequested StopRequested TrainingStopped StopTimedOut
+P    ST R  !  !  !  !  F  !  X  !  !
+ST   !  !  ST R  !  RC F  !  X  !  !
+R    !  !  !  !  OK RC F  RS SP !  !
+RS   !  !  !  R  OK RC F  -  SP !  !
+RC   !  !  !  R  -  RC F  -  SP !  !
+SP   !  !  !  -  OK -  X  -  -  X  X
+OK   -  -  -  -  -  -  -  -  -  -  -
+F    -  -  -  -  -  -  -  -  -  -  -
+X    -  -  -  -  -  -  -  -  -  -  -
 """
 
 
@@ -92,7 +95,7 @@ def test_workers_are_released_on_every_path(path: list[EventType]):
         except IllegalEventError:
             continue
         for instruction in instructions:
-            if instruction is Instruction.PLACE_WORKERS:
+            if instruction in (Instruction.PLACE_WORKERS, Instruction.RESUME_WORKERS):
                 assert not placed
                 placed = True
             placed = placed and instruction is not Instruction.RELEASE_WORKERS

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from tests.support.token_head import OBJECT_STORE_BYTES, ROOT, START_TIMEOUT_S, 
 _MARK = "RAYZERO_DURABLE_HEAD"
 _RAY = str(Path(sys.executable).parent / "ray")
 _STARTED = "Ray runtime started"
+_BIND = 'mount --bind "$0" /proc/sys/kernel/random/boot_id && exec "$@"'
 
 
 class DurableHead:
@@ -50,8 +53,13 @@ class DurableHead:
         words = (f"--address={self.address}", "--node-ip-address=127.0.0.2", f"--num-cpus={cpus}")
         self._node = self._start("node", words, RAY_gcs_rpc_server_reconnect_timeout_s="600")
 
-    def start_head(self) -> None:
-        """Also the lost one, which finds what the cluster was in its store."""
+    def start_head(self, as_other_machine: bool = False) -> None:
+        """Also the lost one, which finds what the cluster was in its store.
+
+        Args:
+            as_other_machine: its processes see another boot id, and cannot know whether those of
+                the lost one live. Needs root and `unshare`.
+        """
         (self._session / "ray_current_cluster").unlink(missing_ok=True)  # `ray start` refuses
         port = self.address.rpartition(":")[2]
         words = (
@@ -61,22 +69,41 @@ class DurableHead:
         )
         store = {"storage": "rocksdb", "storage_path": str(self._session / "store")}
         settings = {f"RAY_gcs_{name}": value for name, value in store.items()}
-        self._head = self._start("head", words, **settings)
+        other: tuple[str, ...] = ()
+        if as_other_machine:
+            boot_id = self._session / "boot_id"
+            boot_id.write_text(f"{uuid.uuid4()}\n")
+            other = (
+                "unshare",
+                "--mount",
+                "--propagation",
+                "slave",
+                "sh",
+                "-c",
+                _BIND,
+                str(boot_id),
+            )
+        self._head = self._start("head", words, prefix=other, **settings)
 
-    def lose_head(self) -> None:
-        """SIGKILL to all of the head's processes."""
+    def lose_head(self, but: int | None = None) -> None:
+        """SIGKILL to all of the head's processes, one excepted."""
         assert self._head is not None
-        kill_trees([self._head.pid])
+        children = psutil.Process(self._head.pid).children(recursive=True)
+        for pid in (self._head.pid, *(child.pid for child in children)):
+            with suppress(ProcessLookupError):
+                if pid != but:
+                    os.kill(pid, signal.SIGKILL)
         self._head.wait(20)
 
-    def processes(self, *titles: str) -> list[str]:
-        """Titles of the cluster's processes that begin so, as the system sees them."""
-        found = []
+    def processes(self, *titles: str) -> set[int]:
+        """The cluster's processes whose titles begin so, as the system sees them."""
+        found = set()
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if process.environ().get(_MARK) == str(self._folder):
-                    found.append(" ".join(process.cmdline()))
-        return [title for title in found if title.startswith(titles)]
+                is_own = process.environ().get(_MARK) == str(self._folder)
+                if is_own and " ".join(process.cmdline()).startswith(titles):
+                    found.add(process.pid)
+        return found
 
     def close(self) -> None:
         kill_trees(process.pid for process in (self._head, self._node) if process is not None)
@@ -86,11 +113,13 @@ class DurableHead:
         self._fork_server.stop()
         shutil.rmtree(self._session, ignore_errors=True)
 
-    def _start(self, name: str, words: tuple[str, ...], **env: str) -> subprocess.Popen[bytes]:
+    def _start(
+        self, name: str, words: tuple[str, ...], prefix: tuple[str, ...] = (), **env: str
+    ) -> subprocess.Popen[bytes]:
         path = self._folder / f"{name}.log"
         path.write_bytes(b"")
         store = f"--object-store-memory={OBJECT_STORE_BYTES}"
-        command = [_RAY, "start", "--block", "--disable-usage-stats", store, *words]
+        command = [*prefix, _RAY, "start", "--block", "--disable-usage-stats", store, *words]
         with path.open("ab") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env={**self.env, **env})
 

@@ -1,7 +1,7 @@
 """Workers that are forked, as those of a local cluster, in clusters that tests start.
 
 A worker that imports torch itself takes two more CPU seconds to start. Clusters without a fork
-server: tests/integration/test_two_hosts.py, tests/benchmarks/test_soak.py.
+server: tests/integration/test_two_hosts.py, tests/benchmarks/test_recovery.py.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 # These share one Ray head, a session fixture that costs ten CPU seconds.
 _SHARED_HEAD = (
@@ -26,6 +27,8 @@ _START_ORDER = (
     "tests/huggingface/test_launched_scripts.py",
     "tests/integration/test_guide_sessions.py",
     "tests/benchmarks/test_end_to_end.py",
+    "tests/workers/test_recovery.py",
+    "tests/integration/test_lost_head.py",
     "tests/integration/test_job_commands.py",
     "tests/integration/test_two_hosts.py",
     "tests/benchmarks/test_soak.py",
@@ -34,6 +37,11 @@ _START_ORDER = (
     "tests/integration/test_secrets.py",
     "tests/deploy/test_image.py",
     "tests/integration/test_chaos.py",
+    "tests/examples/test_rlhf_chat.py",
+    "tests/workers/rollouts/test_jobs.py",
+    "tests/workers/test_nccl_like.py",
+    "tests/workers/launch/test_own_loader.py",
+    "tests/workers/launch/test_engines.py",
     "tests/examples/test_hf.py",
     "tests/benchmarks/test_plan.py",
     "tests/engine/planning/test_search.py",
@@ -51,3 +59,9 @@ class ByFileScheduling(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
         return "head" if path in _SHARED_HEAD else path
+
+    def _reschedule(self, node: WorkerController) -> None:
+        """Give a worker another file when it has one test left, which it does not begin without a
+        successor. xdist would give it two more, which wait where that test takes a minute."""
+        if len(self.workqueue) == 0 or self._pending_of(self.assigned_work[node]) < 2:
+            super()._reschedule(node)

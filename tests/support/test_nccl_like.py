@@ -16,7 +16,7 @@ from tests.support.nccl_like.group import NcclLikeGroup
 from tests.support.nccl_like.settings import NcclLike
 from tests.support.nccl_like.stream import VirtualDevice
 
-LIMIT_S = 20.0
+LIMIT_S = 240.0
 
 
 @pytest.fixture(autouse=True)

@@ -45,7 +45,8 @@ def make_batch(received: Iterable[tuple[int, Frame]]) -> NodeBatch:
     for worker, frame in received:
         if frame.kind not in _COMBINED or worker in others:
             others.add(worker)
-            batch.frames.append(WorkerFrame(worker, frame.number, frame.payload))
+            is_answer = frame.kind is FrameKind.ANSWER
+            batch.frames.append(WorkerFrame(worker, frame.number, frame.payload, is_answer))
             continue
         batch.combined.append((worker, frame.number))
         for message in pickle.loads(frame.payload):

@@ -12,11 +12,11 @@ import asyncio
 import hashlib
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from struct import Struct
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 _HEADER = Struct(">BQQI")
 _CREDENTIALS = Struct("3i")  # pid, uid, gid
@@ -27,7 +27,7 @@ class FrameKind(IntEnum):
     """The comments say which end sends it, and its payload."""
 
     ATTACH = 1  # controller: Attach; the first frame of a connection
-    HELLO = 2  # agent: nothing; it obeys
+    HELLO = 2  # agent: Hello; it obeys. To a worker: nothing
     FENCED = 3  # agent: the epoch that it obeys; the connection ends
     CALL = 4  # controller: (call, method, arguments)
     REPLY = 5  # agent: (call, error or None, result)
@@ -38,7 +38,9 @@ class FrameKind(IntEnum):
     QUIET = 10  # worker: its messages, which may wait for those of others for a while
     REPORTS = 11  # worker: the same, briefly
     URGENT = 12  # worker: the same, not at all
-    STEPS = 13  # worker: as REPORTS, but only reports of steps and heartbeats
+    COMMAND = 13  # controller: NodeCommand; agent: WorkerCommand
+    ANSWER = 14  # worker: (controller, command, pickled: error or None, result)
+    STEPS = 15  # worker: as REPORTS, but only reports of steps and heartbeats
 
 
 class Frame(NamedTuple):
@@ -53,12 +55,13 @@ class WorkerFrame(NamedTuple):
 
     Args:
         number: grows with each frame of that worker; one that comes again has the same.
-        payload: its messages; pickled.
+        payload: its messages, or an answer; pickled.
     """
 
     worker: int
     number: int
     payload: bytes
+    is_answer: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,12 +69,51 @@ class Attach:
     """A controller's first words.
 
     Args:
-        epoch: of its claim on the job; an agent obeys none with a lower one than it has seen.
+        epoch: of its claim on the job; an agent and a worker obey none with a lower one than they
+            have seen.
         controller: differs between two controllers, also of the same epoch.
     """
 
     epoch: int
     controller: bytes
+
+
+class WorkerCommand(NamedTuple):
+    """A call of a method in a worker's process.
+
+    Args:
+        number: grows with each command of that controller.
+        in_order: it runs after those before it; else it may run concurrently with all others.
+        call: (method, arguments); pickled.
+        own: further arguments, of this worker alone; pickled.
+    """
+
+    controller: Attach
+    number: int
+    in_order: bool
+    call: bytes
+    own: bytes
+
+
+class NodeCommand(NamedTuple):
+    """The same command to several workers of a node; `own` by worker."""
+
+    number: int
+    in_order: bool
+    call: bytes
+    own: Mapping[int, bytes]
+
+
+@dataclass(frozen=True)
+class Hello:
+    """An agent's first words.
+
+    Args:
+        last_worker: the greatest index of the workers that it has heard of; -1: none. Of another
+            worker with the same index it would take the messages for old ones.
+    """
+
+    last_worker: int
 
 
 @dataclass(frozen=True)
@@ -95,17 +137,16 @@ async def read_frame(reader: asyncio.StreamReader) -> Frame:
     return Frame(FrameKind(kind), number, acknowledged, await reader.readexactly(size))
 
 
-def take_frame(received: bytearray) -> Frame | None:
-    """Takes the first frame from the bytes received so far; None if it is not complete."""
-    if len(received) < _HEADER.size:
-        return None
-    kind, number, acknowledged, size = _HEADER.unpack_from(received)
-    end = _HEADER.size + size
-    if len(received) < end:
-        return None
-    frame = Frame(FrameKind(kind), number, acknowledged, bytes(received[_HEADER.size : end]))
-    del received[:end]
-    return frame
+def wait_frame(file: BinaryIO) -> Frame:
+    """The next frame, in a thread. Raises EOFError or OSError at the connection's end."""
+    header = file.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        raise EOFError("the connection has ended")
+    kind, number, acknowledged, size = _HEADER.unpack(header)
+    payload = file.read(size)
+    if len(payload) < size:
+        raise EOFError("the connection has ended")
+    return Frame(FrameKind(kind), number, acknowledged, payload)
 
 
 def worker_socket(job: str, run: str, node_id: str) -> str:
@@ -115,14 +156,15 @@ def worker_socket(job: str, run: str, node_id: str) -> str:
     return f"\0rayzero-agent-{name}"
 
 
-def peer_user(connection: socket.socket) -> int:
-    """The user of the process at the other end of a unix socket."""
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """The pid and the user of the process at the other end of a unix socket."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(raw)[1])
+    pid, user, _ = _CREDENTIALS.unpack(raw)
+    return pid, user
 
 
 class Link:
-    """One end of a stream, which outlives its connections. Used by one thread.
+    """One end of a stream, which outlives its connections. Used by one thread, or under a lock.
 
     Args:
         relays: acknowledges what `confirm` names, not what it receives.
@@ -136,6 +178,11 @@ class Link:
         self._sent = 0
         self._received = 0
         self._write: Callable[[bytes], object] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has a connection."""
+        return self._write is not None
 
     @property
     def kept(self) -> int:
@@ -185,11 +232,13 @@ class Link:
         """The connection has ended."""
         self._write = None
 
-    def restart(self, drop: FrameKind) -> None:
-        """Another end takes the place of the one before: its numbers begin with 1, and frames of
-        the kind `drop` are not for it."""
+    def restart(self) -> None:
+        """Another end takes the place of the one before: its numbers begin with 1."""
         self._received = 0
-        self._kept = deque(frame for frame in self._kept if frame.kind is not drop)
+
+    def drop(self, kind: FrameKind) -> None:
+        """Forgets frames that are not for the other end any more."""
+        self._kept = deque(frame for frame in self._kept if frame.kind is not kind)
 
     def accept(self, frame: Frame) -> bool:
         """Notes what a frame acknowledges; whether it is new."""

@@ -1,4 +1,4 @@
-"""Receives the messages of a node's workers, and passes them on in batches.
+"""Passes the messages of a node's workers on in batches, and passes commands to them.
 
 A worker's frames are acknowledged once the controller has acknowledged the batch that they are in:
 what an agent has when it dies, its workers send to the next one.
@@ -13,10 +13,20 @@ import pickle
 import socket
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from rayzero.workers.agent.batches import make_batch
-from rayzero.workers.agent.link import Frame, FrameKind, Link, peer_user, read_frame
+from rayzero.workers.agent.link import (
+    Attach,
+    Frame,
+    FrameKind,
+    Link,
+    NodeCommand,
+    WorkerCommand,
+    peer_of,
+    read_frame,
+)
 
 REPORTS_DELAY_S = 0.05
 """How long the first reports of a batch wait for those of the node's other workers."""
@@ -33,10 +43,12 @@ class _LocalWorker:
 
     Args:
         writer: of the connection, if there is one.
+        pidfd: of its process; -1: that is not known, or the kernel shows it to nobody here.
     """
 
     link: Link = field(default_factory=lambda: Link(relays=True))
     writer: asyncio.StreamWriter | None = None
+    pidfd: int = -1
 
 
 class LocalWorkers:
@@ -44,16 +56,27 @@ class LocalWorkers:
 
     Args:
         send: sends a batch to the controller; returns its number.
+        on_end: called at the end of a worker's process, with its index, its pid and a pidfd of it.
     """
 
-    def __init__(self, send: Callable[[bytes], int]) -> None:
+    def __init__(
+        self,
+        send: Callable[[bytes], int],
+        on_end: Callable[[int, int, int], None] = lambda worker, pid, pidfd: None,
+    ) -> None:
         self._send = send
+        self._on_end = on_end
         self._workers: dict[int, _LocalWorker] = {}
         self._batch: list[tuple[int, Frame]] = []
         self._batch_bytes = 0
         self._unheard: set[int] = set()  # connected workers without reports in this batch
         self._due: asyncio.TimerHandle | None = None
         self._unconfirmed: deque[tuple[int, dict[int, int]]] = deque()
+
+    @property
+    def last_index(self) -> int:
+        """The greatest of the workers heard of; -1: none."""
+        return max(self._workers, default=-1)
 
     async def serve(self, address: str) -> None:
         """Listens until it is cancelled. The process of an earlier agent may still have the
@@ -71,6 +94,20 @@ class LocalWorkers:
         server = await asyncio.start_unix_server(self._serve_worker, sock=listener)
         async with server:
             await server.serve_forever()
+
+    def command(self, controller: Attach, command: NodeCommand) -> None:
+        """Passes a command to its workers, once they are connected. What a worker does not read
+        waits here, which is bounded by the number of commands that the controller sends it."""
+        number, in_order, call, own = command
+        for index, arguments in own.items():
+            worker = self._workers.setdefault(index, _LocalWorker())
+            payload = pickle.dumps(WorkerCommand(controller, number, in_order, call, arguments))
+            worker.link.send(FrameKind.COMMAND, payload)
+
+    def drop_commands(self) -> None:
+        """Forgets the commands of a controller that is not obeyed any more."""
+        for worker in self._workers.values():
+            worker.link.drop(FrameKind.COMMAND)
 
     def add(self, worker: int, frame: Frame) -> None:
         """Adds a worker's new frame to the batch."""
@@ -111,13 +148,15 @@ class LocalWorkers:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         try:
-            if peer_user(writer.get_extra_info("socket")) != os.getuid():
+            pid, user = peer_of(writer.get_extra_info("socket"))
+            if user != os.getuid():
                 return
             first = await read_frame(reader)
             index = int.from_bytes(first.payload)
             worker = self._workers.setdefault(index, _LocalWorker())
             worker.writer = writer
             self._unheard.add(index)
+            self._watch(index, pid)
             writer.write(worker.link.encode(FrameKind.HELLO))
             worker.link.open(writer.write, first.acknowledged)
             try:
@@ -130,10 +169,32 @@ class LocalWorkers:
                     worker.writer = None
                     worker.link.close()
                     self._unheard.discard(index)
+                    if worker.pidfd < 0:  # there is no other sign of its end
+                        self._on_end(index, pid, -1)
         except (OSError, EOFError, ValueError):
             pass  # its process has ended, or it is a stranger
         finally:
             writer.transport.abort()
+
+    def _watch(self, index: int, pid: int) -> None:
+        """Sees the end of a worker's process, of which a child may hold the connection."""
+        worker = self._workers[index]
+        if worker.pidfd < 0:
+            with suppress(OSError):
+                worker.pidfd = os.pidfd_open(pid)
+                loop = asyncio.get_running_loop()
+                loop.add_reader(worker.pidfd, self._see_end, worker, index, pid)
+
+    def _see_end(self, worker: _LocalWorker, index: int, pid: int) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(worker.pidfd)
+        worker.link.drop(FrameKind.COMMAND)
+        # After what it has sent, which is being read now.
+        loop.call_later(REPORTS_DELAY_S, self._report_end, index, pid, worker.pidfd)
+
+    def _report_end(self, index: int, pid: int, pidfd: int) -> None:
+        self._on_end(index, pid, pidfd)
+        os.close(pidfd)
 
     def _flush_within(self, delay_s: float) -> None:
         loop = asyncio.get_running_loop()

@@ -1,4 +1,5 @@
-"""Sends a worker's messages to the agent of its node, for as long as the process lives."""
+"""A worker's stream to the agent of its node, as long as the process lives: it sends messages and
+answers, and receives commands."""
 
 from __future__ import annotations
 
@@ -7,9 +8,13 @@ import pickle
 import socket
 import time
 from collections.abc import Callable, Sequence
-from threading import Thread
+from contextlib import suppress
+from functools import partial
+from threading import Condition, Thread
+from typing import Any
 
-from rayzero.workers.agent.link import Frame, FrameKind, Link, peer_user, take_frame
+from rayzero.workers.agent.commands import CommandRunner
+from rayzero.workers.agent.link import FrameKind, Link, peer_of, wait_frame
 from rayzero.workers.messages import Heartbeat, LogLine, RoleReport, StepReport, WorkerMessage
 
 SENDER_THREAD = "rayzero-messages"
@@ -24,75 +29,94 @@ _WAITS = (Heartbeat, LogLine, RoleReport, StepReport)
 
 
 class MessageSender:
-    """Owns a daemon thread, which connects again when the agent is another one.
+    """Owns two daemon threads: one sends messages; the other connects, again when the agent is
+    another one, and receives.
 
     Args:
         address: of the agent's socket for workers.
         worker: this worker's index.
         poll: returns messages, after at most the given time, in seconds.
+        commands: its methods are called by the controller.
     """
 
     def __init__(
-        self, address: str, worker: int, poll: Callable[[float], Sequence[WorkerMessage]]
+        self,
+        address: str,
+        worker: int,
+        poll: Callable[[float], Sequence[WorkerMessage]],
+        commands: Any = None,
     ) -> None:
         self._address = address
         self._worker = worker
         self._poll = poll
+        self._changed = Condition()  # guards the link
         self._link = Link()
-        Thread(target=self._run, name=SENDER_THREAD, daemon=True).start()
+        self._runner = CommandRunner(commands, partial(self._send, FrameKind.ANSWER))
+        Thread(target=self._receive, name="rayzero-commands", daemon=True).start()
+        Thread(target=self._send_messages, name=SENDER_THREAD, daemon=True).start()
 
-    def _run(self) -> None:
+    def wait_connected(self, limit_s: float) -> bool:
+        """Waits until it has a connection: from then on the agent sees the process end."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._link.is_open, limit_s)
+
+    def _send_messages(self) -> None:
+        """Messages wait in the outbox while there is no connection, or too much is on its way."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._has_room)
+            messages = self._poll(BEAT_S)
+            kinds = {type(message) for message in messages}
+            kind = FrameKind.URGENT
+            if kinds <= {Heartbeat}:
+                kind = FrameKind.QUIET
+            elif kinds <= {Heartbeat, StepReport}:
+                kind = FrameKind.STEPS
+            elif kinds <= {*_WAITS}:
+                kind = FrameKind.REPORTS
+            self._send(kind, pickle.dumps(messages, pickle.HIGHEST_PROTOCOL))
+
+    def _has_room(self) -> bool:
+        link = self._link
+        return link.is_open and link.kept < _MAX_FRAMES and link.kept_bytes < _MAX_BYTES
+
+    def _send(self, kind: FrameKind, payload: bytes) -> None:
+        with self._changed:
+            self._link.send(kind, payload)
+
+    def _receive(self) -> None:
         while True:
             try:
                 self._serve_connection()
             except (OSError, EOFError):  # there is no agent, or not yet
                 time.sleep(_RETRY_S)
             finally:
-                self._link.close()
+                with self._changed:
+                    self._link.close()
 
     def _serve_connection(self) -> None:
-        """Connects, and sends until the connection's end, which it raises. Messages wait in the
-        outbox meanwhile: none is taken without a connection."""
-        received = bytearray()
+        """Connects, and receives until the connection's end, which it raises."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(self._address)
-            if peer_user(connection) != os.getuid():
+            if peer_of(connection)[1] != os.getuid():
                 raise PermissionError("another user listens at the agent's address")
-            index = self._worker.to_bytes(8)
-            connection.sendall(self._link.encode(FrameKind.WORKER, index))
-            hello = _receive(connection, received)
-            while hello is None:
-                hello = _receive(connection, received)
-            self._link.open(connection.sendall, hello.acknowledged)
-            while True:
-                is_full = self._link.kept >= _MAX_FRAMES or self._link.kept_bytes >= _MAX_BYTES
-                if not is_full:
-                    self._send(self._poll(BEAT_S))
-                while frame := _receive(connection, received, waits=is_full):
-                    self._link.accept(frame)
-                    is_full = False
-
-    def _send(self, messages: Sequence[WorkerMessage]) -> None:
-        kinds = {type(message) for message in messages}
-        kind = FrameKind.URGENT
-        if kinds <= {Heartbeat}:
-            kind = FrameKind.QUIET
-        elif kinds <= {Heartbeat, StepReport}:
-            kind = FrameKind.STEPS
-        elif kinds <= {*_WAITS}:
-            kind = FrameKind.REPORTS
-        self._link.send(kind, pickle.dumps(messages, pickle.HIGHEST_PROTOCOL))
+            self._link.restart()  # the numbers of this agent; commands that come again are known
+            first = self._link.encode(FrameKind.WORKER, self._worker.to_bytes(8))
+            connection.sendall(first)
+            with connection.makefile("rb") as received:
+                hello = wait_frame(received)
+                with self._changed:
+                    self._link.open(partial(_write, connection), hello.acknowledged)
+                    self._changed.notify_all()
+                while True:
+                    frame = wait_frame(received)
+                    with self._changed:
+                        is_new = self._link.accept(frame)
+                        self._changed.notify_all()
+                    if is_new and frame.kind is FrameKind.COMMAND:
+                        self._runner.begin(pickle.loads(frame.payload))
 
 
-def _receive(connection: socket.socket, received: bytearray, waits: bool = True) -> Frame | None:
-    """The next frame; None if it is not complete. Raises EOFError at the connection's end."""
-    if frame := take_frame(received):
-        return frame
-    try:
-        part = connection.recv(2**16, 0 if waits else socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return None
-    if not part:
-        raise EOFError("the agent has ended")
-    received += part
-    return take_frame(received)
+def _write(connection: socket.socket, frame: bytes) -> None:
+    with suppress(OSError):  # it has ended, as its receiver sees; the frame is kept
+        connection.sendall(frame)

@@ -17,7 +17,8 @@ from threading import Event, Thread
 from typing import Any
 
 from rayzero.engine.errors import RayzeroError
-from rayzero.workers.agent.link import Attach, FrameKind, Link, read_frame
+from rayzero.workers.agent.commands import run_call
+from rayzero.workers.agent.link import Attach, FrameKind, Hello, Link, read_frame
 from rayzero.workers.agent.local_workers import LocalWorkers
 from rayzero.workers.authenticated import AuthenticatedServer
 
@@ -37,6 +38,7 @@ class AgentServer(AuthenticatedServer):
         commands: its methods are called, by threads of this server.
         poll: returns events, or nothing after the given time, in seconds: a beat follows, so it
             returns only if the node is served. Its error ends the agent's service.
+        end_event: the event of the end of a worker's process, given as to `LocalWorkers`.
     """
 
     def __init__(
@@ -44,11 +46,13 @@ class AgentServer(AuthenticatedServer):
         address: str,
         commands: Any,
         poll: Callable[[float], Sequence[Any]],
+        end_event: Callable[[int, int, int], Any],
     ) -> None:
         self._commands = commands
         self._poll = poll
         self._link = Link()
-        self._workers = LocalWorkers(partial(self._link.send, FrameKind.MESSAGES))
+        self._end_event = end_event
+        self._workers = LocalWorkers(partial(self._link.send, FrameKind.MESSAGES), self._send_end)
         self._writer: asyncio.StreamWriter | None = None  # of the controller that is obeyed
         self._obeyed = Attach(0, b"")
         self._stopped = Event()
@@ -88,16 +92,7 @@ class AgentServer(AuthenticatedServer):
     def _run_command(self, controller: bytes, payload: bytes) -> None:
         """Runs a command, on one of the pool's threads."""
         call, name, arguments = pickle.loads(payload)
-        result, error = None, None
-        try:
-            result = getattr(self._commands, name)(*arguments)
-        except Exception as raised:  # noqa: BLE001  # it is the caller's
-            error = raised
-        try:
-            reply = pickle.dumps((call, error, result), pickle.HIGHEST_PROTOCOL)
-        except Exception as raised:  # noqa: BLE001
-            text = f"{name}: {error or result!r} cannot be sent: {raised}"
-            reply = pickle.dumps((call, RayzeroError(text), None))
+        reply = run_call(self._commands, name, arguments, call)
         self.call_soon(partial(self._reply, controller, reply))
 
     # The methods below run on the server's thread.
@@ -119,9 +114,12 @@ class AgentServer(AuthenticatedServer):
             self._writer.transport.abort()
         if attach != self._obeyed:
             self._obeyed = attach
-            self._link.restart(drop=FrameKind.REPLY)
+            self._link.restart()
+            self._link.drop(FrameKind.REPLY)
+            self._workers.drop_commands()
         self._writer = writer
-        writer.write(self._link.encode(FrameKind.HELLO))
+        hello = Hello(self._workers.last_index)
+        writer.write(self._link.encode(FrameKind.HELLO, pickle.dumps(hello)))
         self._link.open(writer.write, first.acknowledged)
         self._workers.on_acknowledged(self._link.acknowledged)
         try:
@@ -131,7 +129,9 @@ class AgentServer(AuthenticatedServer):
                     return
                 is_new = self._link.accept(frame)
                 self._workers.on_acknowledged(self._link.acknowledged)
-                if is_new and frame.kind is FrameKind.CALL:
+                if is_new and frame.kind is FrameKind.COMMAND:
+                    self._workers.command(attach, pickle.loads(frame.payload))
+                elif is_new and frame.kind is FrameKind.CALL:
                     with suppress(RuntimeError):  # it is closing
                         self._pool.submit(self._run_command, attach.controller, frame.payload)
         finally:
@@ -142,6 +142,9 @@ class AgentServer(AuthenticatedServer):
     def _reply(self, controller: bytes, reply: bytes) -> None:
         if controller == self._obeyed.controller:
             self._link.send(FrameKind.REPLY, reply)
+
+    def _send_end(self, worker: int, pid: int, pidfd: int) -> None:
+        self._send_events(pickle.dumps([self._end_event(worker, pid, pidfd)]))
 
     def _send_events(self, payload: bytes) -> None:
         self._workers.flush()  # what a worker has sent comes before its end

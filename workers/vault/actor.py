@@ -28,7 +28,8 @@ from rayzero.workers.chaos.node import inject_node_fault, why_impossible
 from rayzero.workers.chaos.spec import FaultFired, FaultSpec
 from rayzero.workers.lifetimes import VAULT_ASKS, OrphanWatch
 from rayzero.workers.vault.images import VERIFY_S_PER_BYTE
-from rayzero.workers.vault.records import SlotRef, VaultEvent, VaultGoneError
+from rayzero.workers.vault.process_end import read_process_end
+from rayzero.workers.vault.records import ConnectionLost, SlotRef, VaultEvent, VaultGoneError
 from rayzero.workers.vault.vault import Vault
 
 VAULT_CALL_THREADS = 8
@@ -77,7 +78,7 @@ class VaultActor(Vault):
         if Ray's address of this node is none of its interfaces'."""
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         if self._agent is None:
-            self._agent = AgentServer(host, self, self.poll)
+            self._agent = AgentServer(host, self, self.poll, process_end_event)
         job, node_id = self._own_names
         self._agent.serve_workers(worker_socket(job, run, node_id))
         return AgentAddress(self.address(), host, self._agent.port, self._agent.secret)
@@ -128,3 +129,8 @@ class VaultActor(Vault):
         except RayError as error:
             problem = f"is gone: {error}"
         raise VaultGoneError(f"the vault on node {ref.node_id} {problem}")
+
+
+def process_end_event(worker: int, pid: int, pidfd: int) -> ConnectionLost:
+    """The event of the end of a worker's process, also of one that is not registered here."""
+    return ConnectionLost(worker, pid, read_process_end((pidfd,), -1), has_ended=True)

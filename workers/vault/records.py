@@ -62,11 +62,13 @@ class SlotInfo(NamedTuple):
 @dataclass(frozen=True)
 class ConnectionLost:
     """A worker's process died, or closed its connection to its node's vault; `end` says how it
-    died, as far as that is known at once."""
+    died, as far as that is known at once. Another one follows when the process `has_ended`: its
+    threads exit first."""
 
     worker: int
     pid: int
     end: ProcessEnd = field(default_factory=ProcessEnd, compare=False)
+    has_ended: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)

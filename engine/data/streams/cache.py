@@ -30,7 +30,6 @@ KEPT_BYTES = 128 << 20
 """The most that Arrow's usual pool, mimalloc, was seen to keep of what a thread freed, that reads
 one block after another: 24 to 113 MiB, of blocks of 8 and 66 MiB."""
 _KEPT_SHARE = 1 / 4
-_DECAY_MS = 10
 _POOL_VARIABLE = "ARROW_DEFAULT_MEMORY_POOL"
 
 
@@ -315,7 +314,8 @@ def _keep_freed(limit_bytes: int, threads: int) -> bool:
     if threads * KEPT_BYTES <= _KEPT_SHARE * limit_bytes:
         return True
     if _POOL_VARIABLE not in os.environ and "jemalloc" in pa.supported_memory_backends():
-        pa.jemalloc_set_decay_ms(_DECAY_MS)
+        # At once: what reading one block frees before its end would count, at the next one's.
+        pa.jemalloc_set_decay_ms(0)
         pa.set_memory_pool(pa.jemalloc_memory_pool())
     return False
 

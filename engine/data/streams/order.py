@@ -13,7 +13,7 @@ step's samples; in a group, the rows of a source are sorted by stratum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, floor, gcd
@@ -36,6 +36,7 @@ _ROUNDING = 1e-6  # of a share of a step, in strata
 _PIECE = 1 << 16
 """Blocks that are permuted at a time: their temporary arrays stay in a core's cache."""
 _CACHED_EPOCHS = 2  # of a range that crosses the end of one
+_CACHED_WINDOWS = 4
 _CACHED_PIECES = 4
 _POSITIONS = 1 << 12
 """Positions that are computed at a time: the cost of numpy's calls is that of thousands of rows."""
@@ -46,24 +47,53 @@ class Places:
     """The rows at some positions. All int64, shape (positions,).
 
     `turns` counts a source's blocks in the order of their use, over all epochs. A window is
-    `window` of them, the last one of an epoch fewer.
+    `window` of them, the last one of an epoch fewer. `numbers` are those of the samples: those of a
+    source are adjacent, in its own order.
     """
 
     sources: Integers
     turns: Integers
     blocks: Integers
     rows: Integers
+    numbers: Integers
 
-    def take(self, indices: Integers | slice) -> Places:
-        return Places(
-            self.sources[indices], self.turns[indices], self.blocks[indices], self.rows[indices]
-        )
+    def __getitem__(self, indices: slice) -> Places:
+        return Places(*(column[indices] for column in vars(self).values()))
 
 
 @dataclass(frozen=True)
 class _Epoch:
     blocks: Integers  # in the order of their use
     starts: Integers  # the position of each one's first row, then the epoch's end
+
+
+@dataclass(frozen=True)
+class _Window:
+    """A window, and the strata into which it is cut.
+
+    Attributes:
+        start: the position of its first row, over all epochs.
+        turn: that of its first block.
+        starts: the first row of each block, then the window's end.
+        stride: from the stratum of one position to that of the next.
+        ends: the first row of each stratum, then the window's end.
+    """
+
+    number: int
+    start: int
+    turn: int
+    blocks: Integers
+    starts: Integers
+    stride: int
+    ends: Integers
+
+    @property
+    def end(self) -> int:
+        return self.start + int(self.starts[-1])
+
+    def strata(self, positions: Integers) -> Integers:
+        number = len(self.ends) - 1
+        return positions % number * self.stride % number
 
 
 class BlockOrder:
@@ -93,23 +123,26 @@ class BlockOrder:
         self._row_seed = seed ^ _ROW_SEED
         self._block_order = SampleOrder(len(self.counts), seed)
         self._epoch = lru_cache(maxsize=_CACHED_EPOCHS)(self._compute_epoch)
+        self._window = lru_cache(maxsize=_CACHED_WINDOWS)(self._compute_window)
 
-    def locate(
-        self, start: int, count: int
-    ) -> tuple[NDArray[np.float64], Integers, Integers, Integers]:
-        """(places, turns, blocks, rows) of the positions `start` to `start + count - 1`. A place is
-        that of the stratum in its window, from 0 to below 1."""
-        parts: list[tuple[NDArray[np.float64], Integers, Integers, Integers]] = []
-        while count > 0 or not parts:
-            epoch, position = divmod(start, self.length)
-            part = self._locate_in_window(epoch, position, count)
-            parts.append(part)
-            start += len(part[0])
-            count -= len(part[0])
-        places, turns, blocks, rows = (
-            np.concatenate(column) for column in zip(*parts, strict=True)
-        )
-        return places, turns, blocks, rows
+    def spread(self, start: int, count: int) -> NDArray[np.float64]:
+        """The place of the stratum of each position from `start` to `start + count - 1` in its
+        window, from 0 to below 1."""
+        parts = [
+            window.strata(np.arange(max(start, window.start), min(start + count, window.end)))
+            / (len(window.ends) - 1)
+            for window in self._windows_of(start, start + count)
+        ]
+        return np.concatenate(parts)
+
+    def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
+        """(turns, blocks, rows) of these positions, one or more, in any sequence. The time is
+        proportional to their number, and to that of the windows between them."""
+        turns, blocks, rows = (np.empty_like(positions) for _ in range(3))
+        for window in self._windows_of(int(positions.min()), int(positions.max()) + 1):
+            own = np.flatnonzero((positions >= window.start) & (positions < window.end))
+            turns[own], blocks[own], rows[own] = self._locate_in_window(window, positions[own])
+        return turns, blocks, rows
 
     def window_of(self, turn: int) -> int:
         """The window of a block's turn, counted over all epochs."""
@@ -118,68 +151,60 @@ class BlockOrder:
 
     def window_start(self, window: int) -> int:
         """The position of its first row."""
-        epoch, within = divmod(window, self._windows)
-        layout, first, _ = self._bounds(epoch, within)
-        return epoch * self.length + int(layout.starts[first])
+        return self._window(window).start
 
     def blocks_of_window(self, window: int, begin: float, end: float) -> list[int]:
         """The blocks with the rows from one share of a step to another one, in their order."""
-        epoch, within = divmod(window, self._windows)
-        layout, first, last = self._bounds(epoch, within)
-        starts = layout.starts[first : last + 1] - layout.starts[first]
-        _, ends = self._cut(self.window_start(window), int(starts[-1]))
-        number = len(ends) - 1
-        begin_row = ends[floor(begin * number + _ROUNDING)]
-        end_row = ends[ceil(end * number - _ROUNDING)]
-        slots = (starts[:-1] < end_row) & (starts[1:] > begin_row)
-        return [int(block) for block in layout.blocks[first:last][slots]]
+        own = self._window(window)
+        number = len(own.ends) - 1
+        begin_row = own.ends[floor(begin * number + _ROUNDING)]
+        end_row = own.ends[ceil(end * number - _ROUNDING)]
+        slots = (own.starts[:-1] < end_row) & (own.starts[1:] > begin_row)
+        return [int(block) for block in own.blocks[slots]]
+
+    def _windows_of(self, start: int, end: int) -> Iterator[_Window]:
+        """The windows with positions from `start` to `end - 1`."""
+        epoch, position = divmod(start, self.length)
+        turn = int(np.searchsorted(self._epoch(epoch).starts, position, side="right")) - 1
+        number = epoch * self._windows + turn // self.window
+        while start < end:
+            yield (window := self._window(number))
+            start = window.end
+            number += 1
 
     def _locate_in_window(
-        self, epoch: int, position: int, count: int
-    ) -> tuple[NDArray[np.float64], Integers, Integers, Integers]:
-        """The same, up to the end of the window."""
-        starts = self._epoch(epoch).starts
-        turn = int(np.searchsorted(starts, position, side="right")) - 1
-        within = turn // self.window
-        layout, first, last = self._bounds(epoch, within)
-        begin = int(starts[first])
-        size = int(starts[last]) - begin
-        numbers = np.arange(position - begin, min(position - begin + count, size))
-        stride, ends = self._cut(epoch * self.length + begin, size)
-        number = len(ends) - 1
-        strata = (epoch * self.length + begin + numbers) % number * stride % number
-        window = epoch * self._windows + within
-        keys = (window * number + strata).astype(np.uint64)
-        rows = begin + ends[strata]
-        sizes = ends[strata + 1] - ends[strata]
-        each = numbers // number
+        self, window: _Window, positions: Integers
+    ) -> tuple[Integers, Integers, Integers]:
+        strata = window.strata(positions)
+        number, size = len(window.ends) - 1, int(window.starts[-1])
+        keys = (window.number * number + strata).astype(np.uint64)
+        each = ((positions - window.start) // number).astype(np.uint64)
+        rows = window.ends[strata]
+        sizes = window.ends[strata + 1] - rows
         for length in {size // number, -(-size // number)}:
             own = np.flatnonzero(sizes == length)
-            order = SampleOrder(length, self._row_seed)
-            rows[own] += order.permute(keys[own], each[own].astype(np.uint64))
-        turns = np.searchsorted(starts[first : last + 1], rows, side="right") - 1 + first
-        rows -= starts[turns]
-        return strata / number, turns + epoch * len(self.counts), layout.blocks[turns], rows
+            rows[own] += SampleOrder(length, self._row_seed).permute(keys[own], each[own])
+        slots = np.searchsorted(window.starts, rows, side="right") - 1
+        return window.turn + slots, window.blocks[slots], rows - window.starts[slots]
 
-    def _cut(self, position: int, size: int) -> tuple[int, Integers]:
-        """The strata of a window that begins at a position: the stride from that of one position to
-        that of the next, and the first row of each, then the window's end.
-
-        Any run of positions is spread evenly over the strata, because the stride is theirs divided
-        by the golden ratio: a source's part of a step may be more or fewer rows than them.
-        """
-        number = max(1, self.strata // -(-self.strata * _STRATUM_ROWS // size))
-        stride = round(number * _GOLDEN)
-        while gcd(stride, number) != 1:
+    def _compute_window(self, number: int) -> _Window:
+        """A window. Any run of positions is spread evenly over its strata, because the stride is
+        their number divided by the golden ratio: a source's part of a step may be more or fewer
+        rows than them."""
+        epoch, within = divmod(number, self._windows)
+        layout, first = self._epoch(epoch), within * self.window
+        starts = layout.starts[first : first + self.window + 1]
+        blocks = layout.blocks[first : first + self.window].copy()  # or they hold the epoch's
+        start, size = epoch * self.length + int(starts[0]), int(starts[-1] - starts[0])
+        strata = max(1, self.strata // -(-self.strata * _STRATUM_ROWS // size))
+        stride = round(strata * _GOLDEN)
+        while gcd(stride, strata) != 1:
             stride += 1
-        sizes = np.full(number, size // number)
-        sizes[(position + np.arange(size % number)) % number * stride % number] += 1
-        return stride, np.append(0, np.cumsum(sizes))
-
-    def _bounds(self, epoch: int, within: int) -> tuple[_Epoch, int, int]:
-        """An epoch, and the turns in it of the first block of a window and of the next window."""
-        first = within * self.window
-        return self._epoch(epoch), first, min(first + self.window, len(self.counts))
+        sizes = np.full(strata, size // strata)
+        sizes[(start + np.arange(size % strata)) % strata * stride % strata] += 1
+        ends = np.append(0, np.cumsum(sizes))
+        turn = epoch * len(self.counts) + first
+        return _Window(number, start, turn, blocks, starts - starts[0], stride, ends)
 
     def _compute_epoch(self, epoch: int) -> _Epoch:
         number = len(self.counts)
@@ -222,53 +247,61 @@ class StreamOrder:
         self._schedule = schedule
         lengths = [order.length for order in orders]
         self._offsets = np.cumsum(lengths, dtype=np.int64) - lengths
-        most = min(_POSITIONS, *(order.window_rows for order in orders))
-        self._piece = group * max(1, most // group)
-        self._groups = lru_cache(maxsize=_CACHED_PIECES)(self._compute_groups)
+        self._own = range(group)
+        self._piece = lru_cache(maxsize=_CACHED_PIECES)(self._compute_piece)
+
+    def choose_part(self, first: int, last: int) -> None:
+        """Of each group, the samples from `first` to `last - 1` are read from now on: `places` of
+        these costs nothing for the others."""
+        self._own = range(first, last)
 
     def places(self, start: int, count: int) -> Places:
         """The rows at the positions `start` to `start + count - 1`."""
-        parts = []
-        for number in range(start // self._piece, (start + count - 1) // self._piece + 1):
-            first = number * self._piece
-            part = slice(max(0, start - first), min(self._piece, start + count - first))
-            parts.append(self._groups(number).take(part))
-        if len(parts) == 1:
-            return parts[0]
-        return Places(
-            sources=np.concatenate([part.sources for part in parts]),
-            turns=np.concatenate([part.turns for part in parts]),
-            blocks=np.concatenate([part.blocks for part in parts]),
-            rows=np.concatenate([part.rows for part in parts]),
-        )
+        group, first = divmod(start, self.group)
+        is_own = first in self._own and first + count <= self._own.stop
+        part = self._own if is_own else range(self.group)
+        groups = self._groups_of_piece(part)
+        begin, end = group // groups, (start + count - 1) // self.group // groups
+        skipped = (group % groups) * len(part) + first - part.start
+        pieces = [self._piece(number, part) for number in range(begin, end + 1)]
+        if len(pieces) == 1:
+            return pieces[0][skipped : skipped + count]
+        columns = (vars(piece).values() for piece in pieces)
+        whole = Places(*(np.concatenate(own) for own in zip(*columns, strict=True)))
+        return whole[skipped : skipped + count]
 
     def indices(self, start: int, count: int) -> Integers:
         """The numbers of the samples at these positions, as `SampleOrder.indices`."""
-        return self.numbers(self.places(start, count))
+        return self.places(start, count).numbers
 
-    def numbers(self, places: Places) -> Integers:
-        """The number of each row: those of a source are adjacent, in its own order."""
-        numbers = self._offsets[places.sources] + places.rows
-        for source, order in enumerate(self.orders):
-            of_source = places.sources == source
-            numbers[of_source] += order.first_rows[places.blocks[of_source]]
-        return numbers
+    def _groups_of_piece(self, part: range) -> int:
+        """Groups that are computed at a time: of thousands of rows, in one window."""
+        most = min(order.window_rows for order in self.orders)
+        return max(1, min(_POSITIONS // len(part), most // self.group))
 
-    def _compute_groups(self, number: int) -> Places:
-        start = number * self._piece
+    def _compute_piece(self, number: int, part: range) -> Places:
+        """The rows of a part of each group of a piece. Of the others only the strata are computed:
+        the rows of a group are sorted by them."""
+        groups = self._groups_of_piece(part)
+        start, count = number * groups * self.group, groups * self.group
+        slots = (np.arange(0, count, self.group)[:, np.newaxis] + np.array(part)).ravel()
         if self._schedule is None:
-            sources = np.zeros(self._piece, dtype=np.int64)
-            positions = np.arange(start, start + self._piece)
+            sources, positions = np.zeros(count, dtype=np.int64), np.arange(start, start + count)
         else:
-            sources, positions = self._schedule.split(start, self._piece)
-        turns, blocks, rows = (np.empty(self._piece, dtype=np.int64) for _ in range(3))
-        for source in np.unique(sources):
-            own = np.flatnonzero(sources == source)
-            places, *located = self.orders[source].locate(int(positions[own[0]]), len(own))
-            by_place = _sort_by_group(own // self.group, places)
-            for target, values in zip((turns, blocks, rows), located, strict=True):
-                target[own] = values[by_place]
-        return Places(sources, turns, blocks, rows)
+            sources, positions = self._schedule.split(start, count)
+        part_sources = sources[slots]
+        turns, blocks, rows, numbers = (np.empty(len(slots), dtype=np.int64) for _ in range(4))
+        sorted_positions = np.empty(count, dtype=np.int64)
+        for source in np.flatnonzero(np.bincount(part_sources)).tolist():
+            order = self.orders[source]
+            of_source = np.flatnonzero(sources == source)
+            first = int(positions[of_source[0]])
+            by_place = _sort_by_group(of_source // self.group, order.spread(first, len(of_source)))
+            sorted_positions[of_source] = first + by_place
+            own = np.flatnonzero(part_sources == source)
+            turns[own], blocks[own], rows[own] = order.locate(sorted_positions[slots[own]])
+            numbers[own] = self._offsets[source] + order.first_rows[blocks[own]] + rows[own]
+        return Places(part_sources, turns, blocks, rows, numbers)
 
 
 def _sort_by_group(groups: Integers, places: NDArray[np.float64]) -> Integers:

@@ -164,9 +164,10 @@ class StreamSource(SampleSource):
         self._split = split
         first, last = _own_range(split)
         self._windows = {}
-        self._share = (0.0, 1.0)
-        if batch == self._order.group and cursor % batch == 0:
-            self._share = (first / batch, last / batch)
+        if batch != self._order.group or cursor % batch != 0:
+            first, last = 0, batch  # steps are not groups of the order: this rank's part varies
+        self._share = (first / batch, last / batch)
+        self._order.choose_part(first, last)
         self._enter_windows(cursor, _split_by_block(self._order.places(cursor, batch)))
 
     def read(
@@ -186,7 +187,7 @@ class StreamSource(SampleSource):
                     own.tolist(), self._take_rows(source, block, parts[-1]), strict=True
                 ):
                     raws[position] = raw
-        numbers = self._order.numbers(places).tolist()
+        numbers = places.numbers.tolist()
         return numbers, RowBatch(parts) if self.maker is None else raws
 
     def take_counts(self) -> dict[str, dict[str, int]]:

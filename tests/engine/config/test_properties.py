@@ -52,7 +52,6 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "torch_autocast.enabled": st.just(False),
     "rayzero.reduce_each_micro_step": st.sampled_from([True, "true", 1]),
     "data_types.grad_accum_dtype": st.sampled_from(["fp32", "float32", "bf16", "bfloat16"]),
-    "rayzero.overlap_weight_gather": st.sampled_from([False, "False", 0]),
     "gradient_allreduce_op": st.sampled_from(["mean", "MEAN"]),
     "bf16.bf16_master_weights_and_grads": st.just(False),
     "bf16.bf16_optimizer_states": st.just(False),

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rayzero.engine.errors import ConfigError
-from rayzero.engine.layout.units import UnitPlan, name_params, plan_blocks, plan_buckets
+from rayzero.engine.layout.units import (
+    UnitPlan,
+    find_large_modules,
+    name_params,
+    plan_blocks,
+    plan_buckets,
+)
 
 
 def groups_of(model: nn.Module) -> dict[nn.Parameter, int]:
@@ -186,6 +192,16 @@ class TestBlocks:
         assert list(blocks(nn.Sequential(Pair()), "Linear")) == ["0.own", "0.other"]
         # The root is always a block, and only once.
         assert list(blocks(Pair(), "Pair")) == ["root"]
+
+    @pytest.mark.parametrize(("numel", "large"), [(0, []), (6, ["alone"]), (7, [])])
+    def test_large_modules_are_outside_of_blocks(self, numel: int, large: list[str]) -> None:
+        model = nn.Module()
+        model.layers = nn.ModuleList([Pair(nn.Linear(3, 3))])
+        model.alone = nn.Linear(3, 2, bias=False)
+        model.tied, model.head = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        model.head.weight = model.tied.weight
+        found = find_large_modules(model, (), numel)
+        assert [name for name, it in model.named_modules() if it in found] == large
 
     def test_unknown_class_suggests_the_closest_name(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2))

@@ -64,7 +64,6 @@ def train_and_send(case: Case, **left_out: Any) -> Machine:
 CASES = [
     *(Case(stage=stage, micro_steps=1) for stage in range(4)),
     Case(stage=3, offload="both", micro_steps=1),
-    Case(stage=1, precision="fp32", lazy_weights=True, micro_steps=1),
 ]
 
 

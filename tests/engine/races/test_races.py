@@ -27,9 +27,8 @@ WAITS_FOR_THE_VOTE_ONLY = ("plain", "own backward", "empty batch")  # scripts
 TRIPLES = [  # beside every pair of settings
     *(Case(stage=stage, script="own backward", micro_steps=3) for stage in range(4)),
     *(Case(optimizer=name, micro_steps=1) for name in ("SGD", "Lion", "Adagrad")),
-    # Gathers of updated weights, copies of offloaded ones, a block that was prefetched and not
-    # used: each raced with a load or a write through the engine between two steps.
-    Case(precision="fp32", lazy_weights=True, script="load"),
+    # Copies of offloaded weights, a block that was prefetched and not used: each raced with a load
+    # or a write through the engine between two steps.
     Case(stage=1, precision="fp32", offload="optimizer", script="load"),
     Case(stage=1, precision="fp32", offload="optimizer", script="access"),
     Case(stage=3, precision="fp32", model="branching", script="load"),
@@ -82,7 +81,7 @@ def test_two_ranks_launch_the_same_collectives(case: Case):
     [
         ("engine/comm/backend.py", "work.wait()", Case(micro_steps=1)),
         ("engine/zero/gradients.py", "self._transfer.wait_d2h()", Case(stage=3, offload="both")),
-        ("engine/zero/lazy_weights.py", "work.wait()", Case(stage=1, lazy_weights=True)),
+        ("engine/zero/runtime.py", "work.wait()", Case(stage=1)),
         ("engine/offload/stores.py", "self._transfer.sync_compute()", _HOST_OPTIMIZER),
         ("engine/offload/nvme_store.py", "buffer.wait()", Case(stage=1, offload="nvme")),
         ("workers/state_copy.py", "self._stream.wait_stream(compute)", Case(script="mirror")),

@@ -24,7 +24,7 @@ CASES = [
     Case(stage=3, precision="fp32", micro_steps=1),
     Case(stage=2, offload="half", micro_steps=1),
     Case(stage=3, offload="both", micro_steps=1),
-    Case(stage=1, lazy_weights=True, micro_steps=1),
+    Case(stage=1, micro_steps=1),
 ]
 
 

@@ -104,10 +104,6 @@ def compile_pair(engine: rayzero.Engine, backend: Graphs) -> None:
     model.__dict__["forward"] = lambda x: rest(two(model.first(x))).square().mean()
 
 
-def compile_engine_loosely(engine: rayzero.Engine, backend: Graphs) -> None:
-    engine.compile(backend)
-
-
 def train_compiled(
     rank: int,
     world: int,
@@ -115,7 +111,6 @@ def train_compiled(
     how: Callable[..., None],
     before: bool,
     recompute: bool,
-    section: dict[str, Any],
 ) -> tuple[dict[str, Tensor], int, int, int]:
     backend, model = (
         Graphs("aot_eager" if stage == 3 and before else "eager"),
@@ -123,7 +118,7 @@ def train_compiled(
     )
     if before:
         how(type("Holder", (), {"module": model}), backend)
-    engine = start(model, stage, rayzero=section)
+    engine = start(model, stage)
     if not before:
         how(engine, backend)
     train(engine, rank, world)
@@ -141,21 +136,19 @@ def twice_reference() -> dict[str, Tensor]:
 # Evaluation and training, each with an input that requires gradients and one that does not; not
 # one a block, nor one for each buffer that weights are gathered into.
 FEW = range(2, 5)
-LAZY = {"overlap_weight_gather": True}
 
 
 @pytest.mark.parametrize(
-    ("stage", "how", "before", "recompute", "section", "graphs"),
+    ("stage", "how", "before", "recompute", "graphs"),
     [
-        (0, compile_whole, True, False, {}, FEW),
-        (2, compile_whole, False, False, {}, FEW),
-        (3, compile_blocks, True, False, {}, FEW),
-        (3, compile_blocks, False, True, {}, FEW),
-        (3, compile_engine, False, False, {}, FEW),
-        (3, wrap_blocks, True, False, {}, FEW),
-        # Graphs are cut where the engine waits in them: at every module that waits for its weights,
-        (2, compile_engine_loosely, False, False, LAZY, [10]),
-        (3, compile_pair, False, False, {}, [2]),  # at each block, which is all that is left
+        (0, compile_whole, True, False, FEW),
+        (2, compile_whole, False, False, FEW),
+        (3, compile_blocks, True, False, FEW),
+        (3, compile_blocks, False, True, FEW),
+        (3, compile_engine, False, False, FEW),
+        (3, wrap_blocks, True, False, FEW),
+        # A graph is cut at each block, where the engine waits.
+        (3, compile_pair, False, False, [2]),
     ],
 )
 def test_equals_pytorch(
@@ -163,10 +156,9 @@ def test_equals_pytorch(
     how: Callable[..., None],
     before: bool,
     recompute: bool,
-    section: dict[str, Any],
     graphs: Sequence[int],
 ) -> None:
-    results = run_ranks(2, train_compiled, stage, how, before, recompute, section)
+    results = run_ranks(2, train_compiled, stage, how, before, recompute)
     state, first, total, breaks = results[0]
     assert_equal(state, twice_reference())
     assert bool(breaks) is (graphs is not FEW)

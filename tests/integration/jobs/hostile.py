@@ -13,7 +13,7 @@ from rayzero.workers.context import Context
 from tests.integration.jobs.linear import Points
 
 LONG_CALL_S = 11.0
-"""Longer than any fixed limit of a fence that there has been."""
+"""Longer than any limit of a fence that there has been, and than the least learned one."""
 
 
 def train(ctx: Context) -> None:

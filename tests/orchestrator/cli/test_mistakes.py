@@ -65,6 +65,7 @@ JOB_FILES: list[tuple[str, str, tuple[str, ...]]] = [
     ),
     ("", "checkpoint: s3://b/runs", ("checkpoint: keys and values", '{"path": "s3://b/runs"}')),
     ("", "checkpoint: {path: 'http://x'}", ("checkpoint.path", "s3://", "'http://x'")),
+    ("", "checkpoint: 16", ("checkpoint: keys and values", '{"every_steps": 16}')),
     ("", "checkpoint: {every: 10}", ("checkpoint.every: unknown key", "'every_steps'")),
     ("", "checkpoint: {keep: 0}", ("checkpoint.keep", "greater than or equal to 1")),
     ("", "faults: ['kill(rank=1)']", ("kill needs step=", "kill(rank=, step=")),

@@ -56,7 +56,9 @@ def full_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_queueing_is_said_again_and_again_and_ends_with_who_holds_the_resources():
     pool, clock = FullPool(), VirtualClock()
     said: list[str] = []
-    vaults: Any = SimpleNamespace(mail=None)
+    vaults: Any = SimpleNamespace(
+        mail=None, commands=SimpleNamespace(watch=lambda _: None), is_superseded=False
+    )
     group = WorkerGroup(make_spec(Path("unused")), clock, False, vaults, object)
     group._pool = pool  # type: ignore[assignment]
     group._resources = ResourceRequest(2, 2, 1.0, 0.0, 12.0)

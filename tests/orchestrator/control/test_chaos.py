@@ -78,11 +78,13 @@ async def test_file_on_a_disk_is_torn_after_checkpoint_is_written(folder: Path, 
     root = str(folder) if place == "disk" else "s3://bucket/job"
     store = FakeCheckpointStore()
     store.folder = lambda step: f"{root}/step-{step}"  # type: ignore[method-assign]
-    path = folder / "step-4" / "rank-1"
-    path.parent.mkdir()
-    path.write_bytes(b"abc")
+    path, later = folder / "step-4" / "rank-1", folder / "step-6" / "rank-1"
+    for file in (path, later):
+        file.parent.mkdir()
+        file.write_bytes(b"abc")
     fault = 'tear_file(step=3, rank=1, how="cut")'
-    settings = {"checkpoint": {"every_steps": 2}, "faults": [fault]}
+    faults = [fault, 'tear_file(step=3, rank=1, how="remove")']  # of the next checkpoint's file
+    settings = {"checkpoint": {"every_steps": 2}, "faults": faults}
     harness = Harness(folder, FakeCluster(3, checkpoint_every=2), store, workers=(3, 3), **settings)
     await harness.steps(3)
     assert path.read_bytes() == b"abc"
@@ -90,9 +92,11 @@ async def test_file_on_a_disk_is_torn_after_checkpoint_is_written(folder: Path, 
     if place == "disk":
         assert path.read_bytes() == b"a"
         assert FaultRecord(folder / "job").read() == (FaultFired(1, 4, fault),)
+        await harness.steps(2)
+        assert not later.exists()
     else:
         assert fired_faults(folder) == []
-        assert harness.warnings.count(f"{root}/step-4 is not on a local or mounted disk") == 1
+        assert harness.warnings.count(f"{root}/step-4 is not on a local or mounted disk") == 2
 
 
 @pytest.mark.parametrize("resumed", [False, True])

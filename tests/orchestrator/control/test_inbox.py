@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from concurrent.futures import Future
 from functools import partial
-from threading import Thread
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from ray.exceptions import ActorUnschedulableError
 
 from rayzero.engine.errors import EngineError
 from rayzero.orchestrator.aio import WORKER_POLL_S, WorkerReports
-from rayzero.orchestrator.cluster.actor_calls import FutureBatcher, WorkerWatch
 from rayzero.orchestrator.cluster.node_links import WorkerMail
+from rayzero.orchestrator.cluster.worker_commands import Call, WorkerCommands
+from rayzero.orchestrator.cluster.worker_watch import WorkerWatch
 from rayzero.orchestrator.control.inbox import DISPATCH_SLICE_S, UndeliveredLines, WorkerInbox
 from rayzero.orchestrator.control.loop import JobLoop
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.errors import WorkerLostError
 from rayzero.orchestrator.policies.membership import WorkerLimits
 from rayzero.workers.agent.batches import NodeBatch
-from rayzero.workers.agent.link import WorkerFrame
+from rayzero.workers.agent.link import Attach, WorkerFrame
 from rayzero.workers.messages import Heartbeat, LogLine, StepReport, WorkerMessage
+from rayzero.workers.vault.records import ConnectionLost
 from tests.orchestrator.support import VirtualClock, settle
 
 PATIENCE_S = 120.0
@@ -130,27 +130,40 @@ async def test_silent_worker_is_reported_lost_once():
     assert harness.delivered == [f"0 lost: its process did not respond for {timeout_s:g} s"]
 
 
-class FakeActorCalls:
-    """Actor calls that a test completes from another thread, as Ray does."""
+class WatchHarness:
+    """A watch of the workers 1, 2 and 3 on a node; 3 was dismissed. Ray says why one has ended when
+    a test does."""
 
     def __init__(self) -> None:
-        self.pending: dict[int, Future[Any]] = {}
-        self.removed: set[int] = set()
+        self.mail = WorkerMail()
+        self.link: Any = SimpleNamespace(is_connected=True, command=lambda command: None)
+        self.causes: dict[int, asyncio.Future[str]] = {}
+        self.commands = WorkerCommands(Attach(1, b"me"), lambda node: self.link)
+        self.watch = WorkerWatch(self.mail, self.commands, self._node_of, self._find_cause)
 
-    def __call__(self, worker: int, timeout_s: float = 0.0) -> Any:
-        if worker in self.removed:
+    def _node_of(self, worker: int) -> str:
+        if worker == 3:
             raise WorkerLostError("it was dismissed or replaced")
-        future: Future[Any] = Future()
-        self.pending[worker] = future
-        reference: Any = type("Reference", (), {"future": lambda _: future})()
-        return reference
+        return "node"
 
-    def complete(self, worker: int, result: Any) -> None:
-        future = self.pending.pop(worker)
-        complete = future.set_exception if isinstance(result, Exception) else future.set_result
-        thread = Thread(target=complete, args=(result,))
-        thread.start()
-        thread.join()
+    async def _find_cause(self, worker: int) -> str:
+        self.causes[worker] = asyncio.get_running_loop().create_future()
+        return await self.causes[worker]
+
+    def answer(self, worker: int, number: int, error: Exception | None = None) -> None:
+        reply = pickle.dumps((error, None))
+        self.commands.on_answer(worker, pickle.dumps((b"me", number, reply)))
+
+    def cut(self) -> None:
+        self.link.is_connected = False
+        self.commands.on_news("node", [])
+
+    def end(self, worker: int) -> None:
+        for has_ended in (False, True):
+            self.commands.on_news("node", [ConnectionLost(worker, 100, has_ended=has_ended)])
+
+    async def lost(self) -> dict[int, str]:
+        return dict((await self.watch.receive()).lost)
 
 
 def send(mail: WorkerMail, worker: int, number: int, *messages: WorkerMessage) -> None:
@@ -159,51 +172,69 @@ def send(mail: WorkerMail, worker: int, number: int, *messages: WorkerMessage) -
 
 
 async def test_messages_come_until_worker_is_lost():
-    ends, mail = FakeActorCalls(), WorkerMail()
-    watch = WorkerWatch(mail, ends)
-    ends.removed.add(3)
+    harness = WatchHarness()
+    watch, mail = harness.watch, harness.mail
     send(mail, 2, 1)
     watch.subscribe([1, 2, 3])
     send(mail, 1, 1, HEARTBEAT)
     reports = await watch.receive()
     assert sorted(reports.messages) == [(1, [HEARTBEAT]), (2, [])]
     assert "dismissed" in dict(reports.lost)[3]
-    ends.complete(2, ActorUnschedulableError("it died"))
-    assert "it died" in dict((await watch.receive()).lost)[2]
+    await settle()
+    assert not harness.causes, "Ray is not asked about workers that an agent sees"
+    harness.commands.on_news("node", [ConnectionLost(2, 100)])
+    await settle()
+    assert not harness.causes, "before its process has ended"
+    harness.end(2)
+    await settle()
+    assert harness.causes.keys() == {2}
+    harness.causes[2].set_result("it died")
+    assert (await harness.lost()) == {2: "it died"}
     send(mail, 2, 2, HEARTBEAT)
     send(mail, 1, 2)
     assert (await watch.receive()).messages == [(1, [])]
     watch.close()
 
 
-async def test_batcher_delivers_every_result():
-    calls, results = FakeActorCalls(), []
-    batcher = FutureBatcher(lambda: None)
-    for worker in range(20):  # some before the loop has a turn, some after it
-        batcher.add_call(calls(worker), results.append)
-        calls.complete(worker, [HEARTBEAT])
-        while len(results) <= worker and worker % 3:
-            await asyncio.sleep(0.001)
-    while len(results) < 20:
-        await asyncio.sleep(0.001)
-    batcher.close()
+@pytest.mark.parametrize("is_cut", [False, True])
+async def test_ray_is_asked_while_no_agent_sees_a_worker(is_cut: bool):
+    harness = WatchHarness()
+    if is_cut:  # before it is subscribed
+        harness.cut()
+    harness.watch.subscribe([1])
+    harness.cut()
+    await settle()
+    harness.link.is_connected = True
+    send(harness.mail, 1, 1)
+    await settle()
+    assert harness.causes[1].cancelled(), "the agent says it"
+    await harness.watch.receive()
+    harness.cut()
+    harness.cut()
+    await settle()
+    harness.causes[1].set_result("its node died")
+    assert await harness.lost() == {1: "its node died"}
+    with pytest.raises(WorkerLostError):
+        await harness.commands.call(1, "node", Call("open_store", (), in_order=False))
+    harness.watch.close()
 
 
 async def test_broadcast_waits_for_live_workers():
-    ends, commands = FakeActorCalls(), FakeActorCalls()
-    watch = WorkerWatch(WorkerMail(), ends)
+    harness = WatchHarness()
+    watch = harness.watch
     watch.subscribe([1, 2, 3])
-    commands.removed.add(3)
-    replies = watch.broadcast([1, 2, 3], commands)
+    call = Call("stop", (1,), in_order=True)
+    replies = watch.broadcast([1, 2, 3], call)
     assert replies.pending == {1, 2}
-    commands.complete(1, None)
-    await replies.wait_any(frozenset({1}))
+    harness.answer(1, 1)
     assert replies.pending == {2}
-    commands.complete(2, ActorUnschedulableError("it died"))
+    harness.commands.on_news("node", [ConnectionLost(2, 100)])
     await replies.wait_all()
-    assert {worker for worker, _ in (await watch.receive()).lost} == {2, 3}
-    replies = watch.broadcast([1], commands)
-    commands.complete(1, EngineError("it is still busy"))
+    assert not watch.broadcast([2], call).pending
+    replies = watch.broadcast([1], call)
+    harness.answer(1, 1)  # again
+    assert replies.pending == {1}
+    harness.answer(1, 3, EngineError("it is still busy"))
     with pytest.raises(EngineError, match="busy"):
         await replies.wait_all()
     watch.close()

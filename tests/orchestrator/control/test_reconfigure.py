@@ -96,6 +96,22 @@ async def test_state_is_salvaged_from_survivor_if_vaults_have_none(folder: Path)
     assert [(it.step, len(it.slots)) for it in restores if it] == [(5, 1), (5, 1)]
 
 
+async def test_new_worker_that_is_left_out_has_no_state_to_salvage(folder: Path):
+    """Its function failed after an update, of which nobody has a copy."""
+    harness = await start_three(folder).trained(3)
+    await harness.kill(1)
+    await harness.steps(1)
+    worker = await harness.join()
+    await harness.steps(1)
+    assert sorted(harness.assignments) == [0, 2, worker]
+    for process in harness.cluster.processes.values():
+        process.memory_step = 6
+    await harness.crash(worker, "user", step=6, wait_s=1)
+    assert "without rank 1, whose function failed" in harness.warnings
+    assert sorted(harness.assignments) == [0, 2]
+    assert {it.restore.step for it in harness.assignments.values() if it.restore} == {5}
+
+
 async def test_hung_rank_is_killed_and_fails_the_job_when_it_hangs_each_time(folder: Path):
     recovery = {"hang_timeout_s": 10.0, "max_faults": 20}
     harness = await start_three(folder, recovery=recovery).trained(3)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rayzero.orchestrator.errors import JobFailedError
-from rayzero.orchestrator.job import actor
+from rayzero.orchestrator.job import save_summary as saving
 from rayzero.orchestrator.results import JobResult, write_summary
 from tests.orchestrator.support import VirtualClock, settle
 
@@ -29,9 +29,9 @@ async def save(folder: Path, outage_s: float, limit_s: float) -> list[str]:
         function(summary)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(actor, "write_summary", write)
-        patch.setattr(actor.asyncio, "to_thread", in_loop)
-        task = asyncio.ensure_future(actor.save_summary(result, clock, limit_s, warnings.append))
+        patch.setattr(saving, "write_summary", write)
+        patch.setattr(saving.asyncio, "to_thread", in_loop)
+        task = asyncio.ensure_future(saving.save_summary(result, clock, limit_s, warnings.append))
         await settle()
         await clock.advance(limit_s)
         await task

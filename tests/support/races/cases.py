@@ -46,7 +46,6 @@ AXES: dict[str, tuple[Any, ...]] = {
     "bucket": (150, 1_000_000),
     "gather_buffers": (2, 3),
     "each_micro_step": (True, False),
-    "lazy_weights": (False, True),
     "reshard": (True, False),
     "world_size": (1, 2, 4),
     "script": SCRIPTS,
@@ -71,7 +70,6 @@ class Case:
     bucket: int = 150
     gather_buffers: int = 2
     each_micro_step: bool = True
-    lazy_weights: bool = False
     reshard: bool = True
     world_size: int = 2
     script: str = "plain"
@@ -85,7 +83,6 @@ class Case:
         """The engine's config file."""
         rayzero: dict[str, Any] = {"gather_buffers": self.gather_buffers}
         rayzero["reduce_each_micro_step"] = self.each_micro_step
-        rayzero["overlap_weight_gather"] = self.lazy_weights
         rayzero["reshard_after_forward"] = self.reshard
         if self.model == "decoder":  # its embedding and head are blocks of their own
             rayzero["unshard_min_numel"] = 128
@@ -129,10 +126,7 @@ def allowed(row: dict[str, Any]) -> bool:
     once_a_step = not row.get("each_micro_step", True)
     if once_a_step and (stage in (0, 1) or row.get("micro_steps", 3) == 1):
         return False
-    lazy = row.get("lazy_weights", False)
-    if lazy and (stage in (0, 3) or needs_stage_3):
-        return False
-    if row.get("optimizer") == "OneBitAdam" and (lazy or once_a_step):
+    if row.get("optimizer") == "OneBitAdam" and once_a_step:
         return False
     if row.get("optimizer") == "OneBitAdam":
         plain = row.get("gradients", "plain") == "plain" and offload == "none"
@@ -182,9 +176,8 @@ def mutant_cases() -> list[Case]:
         Case(micro_steps=3),
         Case(stage=3),
         Case(stage=0, micro_steps=1),
-        Case(stage=1, lazy_weights=True),
-        Case(stage=1, lazy_weights=True, model="decoder", micro_steps=1),
-        Case(stage=2, lazy_weights=True, each_micro_step=False),
+        Case(stage=1),
+        Case(each_micro_step=False),
         Case(stage=3, each_micro_step=False),
         Case(stage=1, offload="optimizer"),
         Case(offload="optimizer", micro_steps=3),
@@ -212,11 +205,10 @@ def mutant_cases() -> list[Case]:
         Case(stage=3, model="branching"),
         Case(stage=3, reshard=False, model="decoder"),
         Case(stage=3, offload="both", world_size=1),
-        Case(model="branching", lazy_weights=True, script="access"),
+        Case(model="branching", script="access"),
         Case(stage=1, model="irregular", script="access", offload="optimizer", precision="fp32"),
         Case(stage=3, script="access"),
-        Case(precision="fp32", lazy_weights=True, script="empty batch"),
-        Case(precision="fp32", lazy_weights=True, script="load"),
+        Case(precision="fp32", script="empty batch"),
         Case(precision="fp32", optimizer="Lion", script="load"),
         Case(stage=1, precision="fp32", offload="optimizer", script="load"),
         Case(stage=3, precision="fp32", model="branching", script="load"),

@@ -97,7 +97,6 @@ class Access(Plain):
             write_weights(engine)
             write_moments(engine)
         elif number == 3 and engine.settings.config.zero_optimization.stage < 3:
-            engine.wait_weights()
             sum(param.detach().sum() for param in engine.module.parameters())
 
 
@@ -121,7 +120,7 @@ def write_weights(engine: Any) -> None:
 
 def write_moments(engine: Any) -> None:
     """Changes optimizer state through the engine, as `write_weights`; of optimizers with it."""
-    if not any("betas" in group for group in engine.optimizer.param_groups):
+    if not all("betas" in group for group in engine.optimizer.param_groups):
         return
     first, last = (list(engine.module.parameters())[number] for number in (0, -1))
     if first.requires_grad:

@@ -26,10 +26,6 @@ JUSTIFIED: dict[str, str] = {
         "before an update the vote and `step_requests` have made the host wait for all that it "
         "waits for; what else writes the state has no vote before it"
     ),
-    "engine/zero/runtime.py ZeroRuntime.vote: self.wait_weights()": (
-        "an update waits for the same (`wait_state`); between CPU ranks the vote tells that no "
-        "peer reads the weights any more, so they are waited for before it"
-    ),
     "workers/state_copy.py StateCopier._start: self.settle()": (
         "the vote has settled the step before (`step_requests`); this is for an error in that order"
     ),

@@ -12,6 +12,7 @@ from rayzero.engine.data.streams.sources.files import SourceReader
 from rayzero.engine.data.streams.sources.formats import FileBlock, Format, read_content
 
 _LINE_BYTES = 1 << 16  # read after a block's bytes, for the end of its last line
+_PARSED_BYTES = 1 << 20  # at a time
 
 
 class JsonLines(Format):
@@ -50,7 +51,9 @@ class JsonLines(Format):
         content = read_content(reader, block.start, block.nbytes)
         if xxhash.xxh3_64_intdigest(content) != block.checksum:
             raise ValueError("its content is not what was indexed")
-        return _parse(content, schema)
+        # The parser has a text up to five times in memory: a part of the block at a time.
+        parts = (part for part in _cut_lines(content) if not bytes(part).isspace())
+        return pa.concat_tables([_parse(part, schema) for part in parts])
 
     def _cut(self, reader: SourceReader) -> Iterator[tuple[int, int, bytes]]:
         """First byte, bytes and content of each block."""
@@ -69,6 +72,19 @@ class JsonLines(Format):
             start += end
         if reader.file.codec:
             yield 0, size, bytes(read_content(reader, 0, size))
+
+
+def _cut_lines(content: memoryview) -> Iterator[memoryview]:
+    """Whole lines of `_PARSED_BYTES` or more together."""
+    start = 0
+    while start < len(content):
+        end = start + _PARSED_BYTES - 1
+        place = -1
+        while place < 0 and end < len(content):
+            place = bytes(content[end : end + _LINE_BYTES]).find(b"\n")
+            end += _LINE_BYTES if place < 0 else place + 1
+        yield content[start:end]
+        start = end
 
 
 def _parse(content: bytes | memoryview, schema: pa.Schema | None) -> pa.Table:

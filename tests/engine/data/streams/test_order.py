@@ -51,7 +51,7 @@ def test_rows_stay_in_their_window(counts: list[int], window: int, group: int) -
     places = StreamOrder([order], None, group).places(0, number)
     windows = [order.window_of(int(turn)) for turn in places.turns]
     for begin in range(0, number - number % group, group):
-        _, turns, _, _ = order.locate(begin, group)
+        turns, _, _ = order.locate(np.arange(begin, begin + group))
         assert sorted(windows[begin : begin + group]) == sorted(map(order.window_of, turns))
     ends = np.array([max(windows[: it + 1]) for it in range(0, number, group)])
     assert (ends <= np.array([min(windows[it:]) for it in range(0, number, group)]) + window).all()
@@ -87,7 +87,7 @@ def test_a_step_has_its_share_of_each_block_and_of_a_source_whose_weight_changed
     order = BlockOrder(np.full(32, 1000), 1, 16, 128)
     for count, allowed in ((128, 1), (90, 4), (200, 4)):  # the last two: after a change of weights
         for step in range(20):
-            _, _, blocks, _ = order.locate(step * count, count)
+            _, blocks, _ = order.locate(np.arange(step * count, (step + 1) * count))
             numbers = np.bincount(blocks, minlength=32)
             assert np.abs(numbers[numbers > 0] - count / 16).max() <= allowed
 

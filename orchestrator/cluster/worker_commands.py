@@ -1,0 +1,179 @@
+"""Commands to workers over the streams of their nodes: one frame a node; its agent passes it on."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple, TypeAlias
+
+from rayzero.engine.errors import RayzeroError
+from rayzero.orchestrator.cluster.node_links import NodeLink
+from rayzero.orchestrator.errors import WorkerLostError
+from rayzero.workers.agent.link import Attach, NodeCommand
+from rayzero.workers.vault.records import ConnectionLost, VaultEvent
+
+MAX_UNANSWERED = 64
+"""A worker that has not answered so many commands is lost: they wait in its node's memory."""
+_ENDED = "its process has ended"
+_NOTHING = pickle.dumps(())
+
+OnAnswer: TypeAlias = Callable[[int, Exception | None, Any], None]
+"""Called with the worker, and its error or its result."""
+
+
+class Call(NamedTuple):
+    """A method of `WorkerCalls`.
+
+    Args:
+        in_order: it runs after those before it; else concurrently with all others.
+        own: further arguments, by worker.
+    """
+
+    method: str
+    arguments: tuple[Any, ...]
+    in_order: bool
+    own: Mapping[int, tuple[Any, ...]] = {}
+
+
+@dataclass(eq=False)
+class _Command:
+    """A command that some workers have not answered: their nodes, and what is sent to them."""
+
+    nodes: dict[int, str]
+    in_order: bool
+    call: bytes
+    own: dict[int, bytes]
+    on_answer: OnAnswer
+
+
+class WorkerCommands:
+    """Sends each command once to each worker, also when an agent or a connection is lost meanwhile:
+    what is not answered is sent again over the node's next stream, and a worker runs no number
+    twice. Used from one event loop.
+
+    Args:
+        attach: of this controller; answers to another one are dropped.
+        link_of: the stream of a node, if it has one; else `send_again` follows.
+    """
+
+    def __init__(self, attach: Attach, link_of: Callable[[str], NodeLink | None]) -> None:
+        self._attach = attach
+        self._link_of = link_of
+        self._numbers = count(1)
+        self._unanswered: dict[int, _Command] = {}
+        self._lost: set[int] = set()
+        self._ended: set[int] = set()  # of those, as far as their processes have exited
+        self._watchers: list[Callable[[str], None]] = []
+        self._of_worker: Counter[int] = Counter()
+
+    def send(self, nodes: Mapping[int, str], call: Call, on_answer: OnAnswer) -> int:
+        """Sends a command to workers, given with their nodes. Returns its number."""
+        number = next(self._numbers)
+        for worker in self._lost.intersection(nodes):
+            on_answer(worker, WorkerLostError(_ENDED), None)
+        nodes = {worker: node for worker, node in nodes.items() if worker not in self._lost}
+        own = {worker: pickle.dumps(values) for worker, values in call.own.items()}
+        payload = pickle.dumps((call.method, call.arguments), pickle.HIGHEST_PROTOCOL)
+        command = _Command(nodes, call.in_order, payload, own, on_answer)
+        if nodes:
+            self._unanswered[number] = command
+        self._of_worker.update(nodes.keys())
+        by_node: defaultdict[str, list[int]] = defaultdict(list)
+        for worker, node in nodes.items():
+            by_node[node].append(worker)
+        for node, workers in by_node.items():
+            self._put(node, number, command, workers)
+        return number
+
+    def check(self, worker: int) -> None:
+        """Raises WorkerLostError if a worker has too many commands to answer."""
+        if self._of_worker[worker] >= MAX_UNANSWERED:
+            raise WorkerLostError(f"its process has not answered {MAX_UNANSWERED} commands")
+
+    async def call(self, worker: int, node: str, call: Call) -> Any:
+        """The result of a call in one worker; raises what it raises, and WorkerLostError."""
+        self.check(worker)
+        answer = asyncio.get_running_loop().create_future()
+
+        def on_answer(_: int, error: Exception | None, result: Any) -> None:
+            if answer.done():
+                return
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(result)
+
+        number = self.send({worker: node}, call, on_answer)
+        try:
+            return await answer
+        finally:
+            self._forget(number, worker)
+
+    def watch(self, on_doubt: Callable[[str], None]) -> None:
+        """Calls `on_doubt` with a node when `is_in_doubt` may have become true there."""
+        self._watchers.append(on_doubt)
+
+    def is_in_doubt(self, worker: int, node: str) -> bool:
+        """Whether the worker's process has ended, or its end would not be seen."""
+        link = self._link_of(node)
+        return worker in self._ended or link is None or not link.is_connected
+
+    def on_news(self, node: str, events: Sequence[VaultEvent]) -> None:
+        """An agent has seen this on its node; nothing: the connection to it has ended."""
+        lost = [event for event in events if isinstance(event, ConnectionLost)]
+        for event in lost:
+            self.end(event.worker, _ENDED)
+        ended = {event.worker for event in lost if event.has_ended}
+        self._ended |= ended
+        if ended or not events:
+            for on_doubt in self._watchers:
+                on_doubt(node)
+
+    def send_again(self, node: str) -> None:
+        """A node has another agent."""
+        for number, command in self._unanswered.items():
+            workers = [worker for worker, its in command.nodes.items() if its == node]
+            if workers:
+                self._put(node, number, command, workers)
+
+    def on_answer(self, worker: int, payload: bytes) -> None:
+        controller, number, reply = pickle.loads(payload)
+        if controller != self._attach.controller:
+            return
+        try:
+            error, result = pickle.loads(reply)
+        except Exception as raised:  # noqa: BLE001  # of a class that does not exist here
+            error, result = RayzeroError(f"an answer cannot be read: {raised}"), None
+        self._answer(number, worker, error, result)
+
+    def end(self, worker: int, cause: str) -> None:
+        """A worker's process has ended: it answers nothing any more."""
+        self._lost.add(worker)
+        if self._of_worker[worker]:
+            for number in tuple(self._unanswered):
+                self._answer(number, worker, WorkerLostError(cause), None)
+
+    def _answer(self, number: int, worker: int, error: Exception | None, result: Any) -> None:
+        command = self._forget(number, worker)
+        if command is not None:  # else its caller has given up
+            command.on_answer(worker, error, result)
+
+    def _forget(self, number: int, worker: int) -> _Command | None:
+        """The command, if the worker has not answered it yet."""
+        command = self._unanswered.get(number)
+        if command is None or command.nodes.pop(worker, None) is None:
+            return None
+        self._of_worker[worker] -= 1
+        if not command.nodes:
+            del self._unanswered[number]
+        return command
+
+    def _put(self, node: str, number: int, command: _Command, workers: list[int]) -> None:
+        link = self._link_of(node)
+        if link is not None:
+            own = {worker: command.own.get(worker, _NOTHING) for worker in workers}
+            link.command(NodeCommand(number, command.in_order, command.call, own))

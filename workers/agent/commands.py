@@ -1,0 +1,67 @@
+"""Runs the controller's commands in a worker's process, each once."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from rayzero.engine.errors import RayzeroError
+from rayzero.workers.agent.link import Attach, WorkerCommand
+
+COMMAND_THREADS = 3
+"""Of commands that run concurrently: salvage may take long, and stacks must not wait for it."""
+
+
+def run_call(target: Any, method: str, arguments: Sequence[Any], *head: Any) -> bytes:
+    """Calls a method; its pickled reply is (*head, error or None, result)."""
+    result, error = None, None
+    try:
+        result = getattr(target, method)(*arguments)
+    except Exception as raised:  # noqa: BLE001  # it is the caller's
+        error = raised
+    try:
+        return pickle.dumps((*head, error, result), pickle.HIGHEST_PROTOCOL)
+    except Exception as raised:  # noqa: BLE001
+        text = f"{method}: {error or result!r} cannot be sent: {raised}"
+        return pickle.dumps((*head, RayzeroError(text), None))
+
+
+class CommandRunner:
+    """Those that are sent to many workers run on one thread, in their order; those whose sender
+    waits for the result run on others. The threads end with the process.
+
+    Args:
+        target: its methods are called.
+        answer: sends an answer; called by any of the threads.
+    """
+
+    def __init__(self, target: Any, answer: Callable[[bytes], None]) -> None:
+        self._target = target
+        self._answer = answer
+        self._obeyed = Attach(0, b"")
+        self._newest = 0  # of the commands of that controller
+        self._in_order = ThreadPoolExecutor(1, "rayzero-order")
+        self._concurrent = ThreadPoolExecutor(COMMAND_THREADS, "rayzero-command")
+
+    def begin(self, command: WorkerCommand) -> None:
+        """Begins a command, unless it has come before, over another agent's stream, or its
+        controller has lost the job. Called by one thread."""
+        controller, number = command.controller, command.number
+        if controller.epoch < self._obeyed.epoch:
+            return
+        if controller != self._obeyed:
+            self._obeyed, self._newest = controller, 0
+        if number > self._newest:
+            self._newest = number
+            pool = self._in_order if command.in_order else self._concurrent
+            pool.submit(self._run, command)
+
+    def _run(self, command: WorkerCommand) -> None:
+        if command.controller != self._obeyed:
+            return  # it has lost the job since
+        method, arguments = pickle.loads(command.call)
+        own = pickle.loads(command.own)
+        reply = run_call(self._target, method, (*arguments, *own))
+        self._answer(pickle.dumps((command.controller.controller, command.number, reply)))
