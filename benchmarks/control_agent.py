@@ -39,7 +39,7 @@ def serve(pipe: Connection, workers_socket: str) -> None:
         time.sleep(timeout_s)
         return ()
 
-    agent = AgentServer("127.0.0.1", None, poll)
+    agent = AgentServer("127.0.0.1", None, poll, lambda worker, pid, pidfd: None)
     agent.serve_workers(workers_socket)
     pipe.send((agent.port, agent.secret))
     try:

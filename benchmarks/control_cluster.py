@@ -20,7 +20,15 @@ from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rayzero.workers.agent.link import Attach, Frame, FrameKind, Link, NodeCommand, read_frame
+from rayzero.workers.agent.link import (
+    Attach,
+    Frame,
+    FrameKind,
+    Hello,
+    Link,
+    NodeCommand,
+    read_frame,
+)
 from rayzero.workers.agent.local_workers import LocalWorkers
 from rayzero.workers.agent.node_agent import BEAT_S
 from rayzero.workers.authenticated import AuthenticatedServer
@@ -106,7 +114,7 @@ class SimulatedAgents(AuthenticatedServer):
         link = Link()
         workers = LocalWorkers(partial(link.send, FrameKind.MESSAGES))
         self._agents[pickle.loads(first.payload).controller.decode()] = _Agent(link, workers)
-        writer.write(link.encode(FrameKind.HELLO))
+        writer.write(link.encode(FrameKind.HELLO, pickle.dumps(Hello(-1))))
         link.open(writer.write, first.acknowledged)
         beats = asyncio.create_task(_beat(link))
         try:
