@@ -283,7 +283,7 @@ class _Cluster:
     def _send(self, worker: _Worker, *messages: WorkerMessage) -> None:
         kind = FrameKind.URGENT
         if isinstance(messages[-1], StepReport):
-            kind = FrameKind.REPORTS
+            kind = FrameKind.STEPS
         elif isinstance(messages[-1], Heartbeat):
             kind = FrameKind.QUIET
         self._send_frame(worker, kind, pickle.dumps([*messages], pickle.HIGHEST_PROTOCOL))

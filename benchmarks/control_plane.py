@@ -51,6 +51,9 @@ from rayzero.orchestrator.spec import JobSpec
 
 WARMUP_S = 3.0
 SCRAPE_INTERVAL_S = 10.0
+END_LIMIT_S = 60.0
+MOST_RANK_SERIES = 4096
+"""Number of workers from which on metrics have no series for each rank, as docs/metrics.md says."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def make_job(folder: str, workers: int) -> JobPlan:
         "checkpoint": {"path": folder},
         "recovery": {"max_faults": 10**6},
         "health": {"enabled": False},  # the nodes are this one
-        "metrics": {"port": 0, "host": "127.0.0.1"},
+        "metrics": {"port": 0, "host": "127.0.0.1", "per_rank": workers <= MOST_RANK_SERIES},
     }
     return make_plan(validate_document(JobSpec, document, "job"), "simulated:train")
 
@@ -145,7 +148,8 @@ async def measure(scale: Scale, seconds: float, agents: tuple[int, bytes], folde
         finally:
             controller.post_event(machine.StopRequested())
             scrapes.cancel()
-            await asyncio.gather(job, scrapes, return_exceptions=True)
+            async with asyncio.timeout(END_LIMIT_S):
+                await asyncio.gather(job, scrapes, return_exceptions=True)
             group.shut_down()
             counter.writer.close(5.0)
     if not isinstance(error := job.exception(), JobStoppedError):

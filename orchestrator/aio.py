@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rayzero.workers.messages import WorkerMessage
+from rayzero.workers.step_rows import ReceivedMessage
 
 
 class Clock:
@@ -156,5 +156,5 @@ class WorkerReports:
         lost: (worker, the cause as far as it is known); its last messages come before this.
     """
 
-    messages: Sequence[tuple[int, list[WorkerMessage]]] = ()
+    messages: Sequence[tuple[int, list[ReceivedMessage]]] = ()
     lost: Sequence[tuple[int, str]] = ()

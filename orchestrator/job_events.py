@@ -13,8 +13,9 @@ from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies.failure import Fault
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.chaos.spec import FaultFired
-from rayzero.workers.messages import Heartbeat, LogLine, RoleReport, StepReport, WorkerInfo
+from rayzero.workers.messages import Heartbeat, LogLine, RoleReport, WorkerInfo
 from rayzero.workers.rollouts.counts import RolloutCounts
+from rayzero.workers.step_rows import StepRows
 
 
 @dataclass(frozen=True)
@@ -362,8 +363,8 @@ ControlEvent: TypeAlias = (
 """What only the job's own process uses."""
 
 
-FrequentEvent: TypeAlias = StepReport | Heartbeat | RoleReport | RolloutsCounted
-"""Messages of single ranks of the newest generation, of roles' workers and of the buffer: too many
+FrequentEvent: TypeAlias = StepRows | Heartbeat | RoleReport | RolloutsCounted
+"""Messages of ranks of the newest generation, of roles' workers and of the buffer: too many
 for anyone but the metrics. The last report of a step precedes its `StepRecord`."""
 
 

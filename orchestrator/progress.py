@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rayzero.workers.messages import StepReport
+from rayzero.workers.step_rows import StepRows
 
 SMOOTHING = 0.1
 """Weight of the newest step in the recent duration of one."""
@@ -15,8 +15,8 @@ FOLD_ROWS = 256
 
 
 class RowAggregator:
-    """Sums and extremes of named numbers, at about a microsecond per row: rows are collected, and
-    aggregated in C from time to time."""
+    """Sums and extremes of named numbers, at about a microsecond per row: columns are collected,
+    and aggregated in C from time to time."""
 
     def __init__(self) -> None:
         self._rows = 0
@@ -27,12 +27,16 @@ class RowAggregator:
         self._maxima: dict[str, float] = {}
         self._minima: dict[str, float] = {}
 
-    def add_row(self, row: Mapping[str, float]) -> None:
-        columns = self._columns
-        for name, value in row.items():
-            columns[name].append(value)
-        self._rows += 1
-        if self._rows % FOLD_ROWS == 0:
+    def add_rows(self, names: Sequence[str], numbers: Sequence[float]) -> None:
+        """
+        Args:
+            numbers: the first row, the second one...
+        """
+        columns, width = self._columns, len(names)
+        for index, name in enumerate(names):
+            columns[name] += numbers[index::width]
+        self._rows += len(numbers) // max(1, width)
+        if self._rows >= FOLD_ROWS:
             self._fold()
 
     def maxima(self) -> Mapping[str, float]:
@@ -57,6 +61,7 @@ class RowAggregator:
             self._maxima[name] = max(self._maxima.get(name, column[0]), max(column))
             self._minima[name] = min(self._minima.get(name, column[0]), min(column))
         self._columns.clear()
+        self._rows = 0
 
 
 _BYTES_PREFIX = "bytes/"
@@ -128,14 +133,20 @@ class _OpenStep:
         self.at_s = 0.0
         self.gauges = RowAggregator()
 
-    def add(self, report: StepReport) -> int:
+    def add(self, rows: StepRows) -> int:
         """Returns the number of ranks that have finished it; each counts once."""
-        if report.rank not in self.ranks:
-            self.ranks.add(report.rank)
-            for name, number in report.counters.items():
+        new = [row for row, rank in enumerate(rows.ranks) if rank not in self.ranks]
+        if not new:
+            return len(self.ranks)
+        self.ranks.update(rows.ranks)
+        for row in new:
+            for name, number in rows.counters[row].items():
                 self.counters[name] += number
-            self.at_s = max(self.at_s, report.at_s)
-            self.gauges.add_row(report.gauges)
+            self.at_s = max(self.at_s, rows.at_s[row])
+        numbers, width = rows.numbers, len(rows.names)
+        if len(new) < len(rows.ranks):
+            numbers = [it for row in new for it in numbers[row * width : (row + 1) * width]]
+        self.gauges.add_rows(rows.names, numbers)
         return len(self.ranks)
 
 
@@ -201,13 +212,13 @@ class JobProgress:
         self.steps = min(self.steps, step)
         return redone
 
-    def add_report(self, report: StepReport) -> StepRecord | None:
-        """Returns the record of the step that this report completes, if any."""
-        if report.generation != self._generation or report.step <= self._told:
+    def add_rows(self, rows: StepRows) -> StepRecord | None:
+        """Returns the record of the step that these reports complete, if any."""
+        if rows.generation != self._generation or rows.step <= self._told:
             return None
-        if self._open_steps[report.step].add(report) < self._world_size:
+        if self._open_steps[rows.step].add(rows) < self._world_size:
             return None
-        return self._complete_step(report.step, self._open_steps.pop(report.step))
+        return self._complete_step(rows.step, self._open_steps.pop(rows.step))
 
     def update_peaks(self, held: dict[str, int]) -> None:
         """Updates the peak memory per class, over ranks and time."""

@@ -10,12 +10,13 @@ import asyncio
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from itertools import count
 from typing import Any, TypeAlias
 
 from rayzero.orchestrator.aio import ChangeNotifier
 from rayzero.orchestrator.errors import JobFailedError, VaultLostError
+from rayzero.workers.agent.batches import NodeBatch
 from rayzero.workers.agent.link import (
     AgentAddress,
     Attach,
@@ -24,20 +25,20 @@ from rayzero.workers.agent.link import (
     Hello,
     Link,
     NodeCommand,
-    WorkerFrame,
     read_frame,
 )
 from rayzero.workers.authenticated import connect
-from rayzero.workers.messages import WorkerMessage
+from rayzero.workers.step_rows import ReceivedMessage, StepRows
 
 SILENT_S = 3.0
 """A connection over which no frame has come for three beats, or that takes as long to be made, is
 made anew, which loses nothing; after twice as long each time."""
 RETRY_S = 0.2
 """Pause before a connection is made again."""
-ACKNOWLEDGE_S = 0.1
-"""How long acknowledgements of small frames are collected."""
-READ_SLICE_S = 0.001
+ACKNOWLEDGE_S = 0.5
+"""How long acknowledgements of small frames are collected. A worker keeps what is not acknowledged,
+and waits with more after 64 frames."""
+READ_SLICE_S = 0.0003
 """How long messages are read before other tasks get a turn."""
 _LARGE_BYTES = 64 * 1024
 _MAX_EARLY_FRAMES = 256
@@ -45,7 +46,9 @@ CAUSE_WAIT_S = 1.0
 """How long the caller may take to find the cause of a process's end, once its port is closed."""
 
 
-MailReceiver: TypeAlias = Callable[[int, list[WorkerMessage]], None]
+MailReceiver: TypeAlias = Callable[[int, list[ReceivedMessage]], None]
+"""Called with a worker's index and messages. `StepRows` are of several workers with the same
+receiver, and come as a message of the first one."""
 
 
 class WorkerMail:
@@ -53,7 +56,7 @@ class WorkerMail:
     come once each: an agent's successor may send again what the agent has sent."""
 
     def __init__(self) -> None:
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}  # of the newest frame, by worker
         self._subscribers: dict[int, MailReceiver | None] = {}
         self._early: dict[int, deque[bytes]] = {}
         self._unread: dict[object, list[bytes]] = {}  # batches, by the stream they came over
@@ -81,8 +84,7 @@ class WorkerMail:
     def read(self, stream: object) -> None:
         """Reads now what has come over a stream."""
         for batch in self._unread.pop(stream, ()):
-            for frame in pickle.loads(batch):
-                self.deliver(frame)
+            self.deliver(pickle.loads(batch))
 
     def _read_slice(self) -> None:
         until_s = time.monotonic() + READ_SLICE_S
@@ -91,18 +93,44 @@ class WorkerMail:
         if self._unread:
             asyncio.get_running_loop().call_soon(self._read_slice)
 
-    def deliver(self, frame: WorkerFrame) -> None:
-        worker, number, payload, is_answer = frame
-        if is_answer:
-            self.on_answer(worker, payload)
+    def deliver(self, batch: NodeBatch) -> None:
+        known = self._numbers
+        new = {it for it in batch.combined if it[1] > known.get(it[0], 0)}
+        known |= sorted(new)
+        for rows, numbers in batch.rows:
+            self._deliver_rows(rows, numbers, new)
+        for worker, number, beat in batch.beats:
+            if (worker, number) in new:
+                self._pass(worker, [beat])
+        for worker, number, payload, is_answer in batch.frames:
+            if is_answer:
+                self.on_answer(worker, payload)
+            elif number > known.get(worker, 0):
+                known[worker] = number
+                self._pass(worker, payload)
+
+    def _deliver_rows(
+        self, rows: StepRows, numbers: Sequence[int], new: Collection[tuple[int, int]]
+    ) -> None:
+        receive = self._subscribers.get(rows.workers[0])
+        is_usual = receive is not None and all(
+            (worker, number) in new and self._subscribers.get(worker) == receive
+            for worker, number in zip(rows.workers, numbers, strict=True)
+        )
+        if receive is not None and is_usual:
+            receive(rows.workers[0], [rows])
             return
-        if number <= self._numbers.get(worker, 0):
-            return
-        self._numbers[worker] = number
+        for worker, number, report in zip(rows.workers, numbers, rows.reports, strict=True):
+            if (worker, number) in new:
+                self._pass(worker, [report])
+
+    def _pass(self, worker: int, messages: bytes | list[ReceivedMessage]) -> None:
+        """Passes messages, or their pickled form, to the worker's subscriber."""
         if worker not in self._subscribers:
+            payload = messages if isinstance(messages, bytes) else pickle.dumps(messages)
             self._early.setdefault(worker, deque(maxlen=_MAX_EARLY_FRAMES)).append(payload)
         elif (receive := self._subscribers[worker]) is not None:
-            receive(worker, pickle.loads(payload))
+            receive(worker, messages if isinstance(messages, list) else pickle.loads(messages))
 
 
 class NodeLink:

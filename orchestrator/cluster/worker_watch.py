@@ -11,7 +11,7 @@ from rayzero.orchestrator.aio import ChangeNotifier, PendingReplies, WorkerRepor
 from rayzero.orchestrator.cluster.node_links import WorkerMail
 from rayzero.orchestrator.cluster.worker_commands import Call, WorkerCommands
 from rayzero.orchestrator.errors import WorkerLostError
-from rayzero.workers.messages import WorkerMessage
+from rayzero.workers.step_rows import ReceivedMessage
 
 
 class WorkerWatch:
@@ -42,7 +42,7 @@ class WorkerWatch:
         self._changed = ChangeNotifier()
         self._asking: dict[int, asyncio.Task[None]] = {}
         self._subscribed: dict[int, str] = {}  # their nodes
-        self._messages: list[tuple[int, list[WorkerMessage]]] = []
+        self._messages: list[tuple[int, list[ReceivedMessage]]] = []
         self._lost: dict[int, str] = {}
         commands.watch(self._on_doubt)
 
@@ -92,7 +92,7 @@ class WorkerWatch:
         else:
             replies.mark_failed(error)
 
-    def _on_messages(self, worker: int, messages: list[WorkerMessage]) -> None:
+    def _on_messages(self, worker: int, messages: list[ReceivedMessage]) -> None:
         self._messages.append((worker, messages))
         if worker in self._asking:
             node = self._subscribed[worker]

@@ -132,7 +132,7 @@ class Components:
         """Makes the roles, their rollouts, and what tells them of new weights."""
         loop, machine, members = self.loop, self.machine, self.members
         events, groups, vaults = deps.events, deps.vaults, self.vaults
-        versions = WeightVersions(members, loop.changed.notify)
+        versions = WeightVersions(members, loop.changed.notify, bool(plan.roles))
         rollouts = RolloutBuffer(
             plan.rollouts,
             plan.rollout_chain,

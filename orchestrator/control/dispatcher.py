@@ -29,11 +29,10 @@ from rayzero.workers.messages import (
     Prepared,
     Restored,
     StepDivided,
-    StepReport,
     Stopped,
     WentBack,
-    WorkerMessage,
 )
+from rayzero.workers.step_rows import ReceivedMessage, StepRows
 
 
 @dataclass(eq=False)
@@ -55,9 +54,9 @@ class MessageDispatcher:
 
     def __post_init__(self) -> None:
         # A table, not a chain of tests: a large job sends thousands of these a second.
-        self._handlers: dict[type[WorkerMessage], Callable[[int, Any], None]] = {
+        self._handlers: dict[type[ReceivedMessage], Callable[[int, Any], None]] = {
             Heartbeat: self._steps.on_heartbeat,
-            StepReport: self._steps.on_report,
+            StepRows: self._steps.on_rows,
             Joined: self._on_joined,
             Restored: self._on_restored,
             Prepared: self._on_prepared,
@@ -73,7 +72,7 @@ class MessageDispatcher:
             FaultFired: self._forward,
         }
 
-    def dispatch(self, worker: int, message: WorkerMessage) -> None:
+    def dispatch(self, worker: int, message: ReceivedMessage) -> None:
         self._handlers[type(message)](worker, message)
 
     def _forward(self, worker: int, message: LogLine | FaultFired) -> None:

@@ -120,11 +120,11 @@ class FailureHandler:
 
     def retire(self, workers: Iterable[int]) -> None:
         """Ends processes whose training functions do not continue; new ones take their places."""
-        ranks = list[int]()
-        for worker in workers:
+        ranks, ended = list[int](), list(workers)
+        self._members.registry.mark_lost(*ended)
+        for worker in ended:
             if (member := self._members.generation.assignments.get(worker)) is not None:
                 ranks.append(member.rank)
-            self._members.registry.mark_lost(worker)
             self._members.generation.forget(worker)
             self._kill(worker)
         if ranks:

@@ -6,7 +6,7 @@ The first two are killed, with a report of their stacks, and then recovered as l
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -134,11 +134,8 @@ class HangDetector:
 
     def _may_hang(self, members: Sequence[int]) -> bool:
         """Whether the members should be asked: nearly always cheap, and not so."""
-        limits, states = self._limits, self._inbox.states
-        least_s = limits.fixed_s or LEAST_LIMIT_S - STACK_TIMEOUT_S
-        if self._inbox.longest_silence_s(members) <= least_s and not any(
-            states.get(worker) for worker in members
-        ):
+        limits = self._limits
+        if not self._is_any_silent(members, limits):
             return False
         ranks = self._progress(members, _Look(seen=set(members)))
         return find_stopped(ranks, limits) is not None or any(
@@ -147,8 +144,17 @@ class HangDetector:
             for rank in ranks
         )
 
+    def _is_any_silent(self, members: Collection[int], limits: HangLimits) -> bool:
+        """Whether one of them may hang, by the least of all limits."""
+        least_s, states = limits.fixed_s or LEAST_LIMIT_S - STACK_TIMEOUT_S, self._inbox.states
+        is_stalled = any(states.get(worker) for worker in members) if states else False
+        return is_stalled or self._inbox.is_any_silent(members, least_s)
+
     async def _check_ending(self, generation: GenerationState, ending_s: float) -> None:
         """Members leave at their next check for a stop, which may be after a long call."""
+        is_early = ending_s <= min(self._next_report_s, self._limits.usual[0])
+        if is_early and not self._is_any_silent(generation.active, self._limits):
+            return
         staying = self._progress(sorted(generation.active))
         hang = find_overstaying(staying, self._limits, ending_s)
         if hang is not None and hang.rank is not None:

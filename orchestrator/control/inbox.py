@@ -17,9 +17,9 @@ from rayzero.workers.messages import (
     Heartbeat,
     LogLine,
     StepReport,
-    WorkerMessage,
 )
 from rayzero.workers.output import dropped_lines_text
+from rayzero.workers.step_rows import ReceivedMessage, StepRows, combine
 from rayzero.workers.vault.records import ProcessStalled
 
 if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
 SILENCE_GRACE_S = 10.0
 """Extra silence allowed beyond `recovery.patience_s`, so that the hang detector, which has
 diagnostics, acts first. It watches members only; this limit holds for all workers."""
-DISPATCH_SLICE_S = 0.001
+DISPATCH_SLICE_S = 0.0005
 """How long messages are dispatched before other tasks get a turn: a loss may be waiting."""
 MAX_UNDELIVERED_CHARACTERS = 16 * 2**20
 """Of log lines from all workers; those of a worker that prints beyond it are dropped."""
@@ -41,7 +41,7 @@ class UndeliveredLines:
         self._max_characters = max_characters
         self._characters = 0
 
-    def receive(self, worker: int, messages: list[WorkerMessage]) -> list[WorkerMessage]:
+    def receive(self, worker: int, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
         """These messages, with a line in place of log lines for which there is no room."""
         # The last one is a heartbeat. Usually there are no lines: the test must be cheap.
         if not messages or (len(messages) <= 2 and type(messages[0]) is not LogLine):
@@ -73,7 +73,7 @@ class WorkerInbox:
     _members: Members
     _workers: WorkerGroup
     _patience_s: float
-    _dispatch: Callable[[int, WorkerMessage], None]
+    _dispatch: Callable[[int, ReceivedMessage], None]
     _on_lost: Callable[[int, str], None]
     _lines: UndeliveredLines = field(default_factory=UndeliveredLines)
     _last_heard_s: dict[int, float] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class WorkerInbox:
     history: StepHistory = field(default_factory=StepHistory)
     states: dict[int, str] = field(default_factory=dict)
     """The `state` of the newest `ProcessStalled` of each worker."""
-    _undelivered: dict[int, list[WorkerMessage]] = field(default_factory=dict)
+    _undelivered: dict[int, list[ReceivedMessage]] = field(default_factory=dict)
     _delivery_queue: deque[int] = field(default_factory=deque)
     """Workers with undelivered messages, in order; those of some may be delivered already."""
     _has_undelivered: asyncio.Event = field(default_factory=asyncio.Event)
@@ -112,16 +112,33 @@ class WorkerInbox:
             if kind is Heartbeat:
                 self._heartbeats[worker] = cast(Heartbeat, message)
             elif kind is StepReport:
-                self._on_step(worker, cast(StepReport, message))
+                self._on_rows(combine([worker], [cast(StepReport, message)]))
+                continue
             elif kind is LogLine:
                 self._lines.deliver(cast(LogLine, message))
             self._dispatch(worker, message)
 
-    def _on_step(self, worker: int, report: StepReport) -> None:
+    def _on_rows(self, rows: StepRows) -> None:
+        """Some workers have finished a step; what they sent before is delivered."""
+        self._add_to_history(rows)
+        self._dispatch(rows.workers[0], rows)
+
+    def _add_to_history(self, rows: StepRows) -> None:
         generation, now_s = self._members.generation, self._loop.now_s()
-        if report.generation == generation.number:
-            trained_s = now_s - generation.restored.get(worker, now_s)
-            self.history.add(worker, report, trained_s)
+        if rows.generation == generation.number:
+            for worker, report in zip(rows.workers, rows.reports, strict=True):
+                trained_s = now_s - generation.restored.get(worker, now_s)
+                self.history.add(worker, report, trained_s)
+
+    def _receive_rows(self, rows: StepRows, now_s: float) -> None:
+        """At once: that takes less time than to queue them."""
+        heard_at_s, pending = self._last_heard_s, self._undelivered
+        for worker in rows.workers:
+            if worker in heard_at_s:
+                heard_at_s[worker] = now_s
+            if worker in pending:
+                self.deliver(worker)
+        self._on_rows(rows)
 
     def on_stalled(self, event: ProcessStalled) -> None:
         """The vault of its node has seen that a process does not run, or that it runs again."""
@@ -138,17 +155,17 @@ class WorkerInbox:
         now_s = self._loop.now_s()
         return self._heartbeats.get(worker), now_s - self._last_heard_s.get(worker, now_s)
 
-    def longest_silence_s(self, workers: Iterable[int]) -> float:
-        """The longest that any of these may have made no progress: a cheap test before the thorough
-        one of the hang policy."""
-        now_s = self._loop.now_s()
-        beats = self._heartbeats
-        heard_at_s = self._last_heard_s
-        longest_s = 0.0
-        for worker in workers:
-            age_s, beat = now_s - heard_at_s.get(worker, now_s), beats.get(worker)
-            longest_s = max(longest_s, age_s + (beat.silent_s if beat else 0.0))
-        return longest_s
+    def is_any_silent(self, workers: Iterable[int], limit_s: float) -> bool:
+        """Whether one of them may have made no progress for longer: a cheap test before the hang
+        policy's thorough one, and nearly always cheaper still."""
+        now_s, beats, heard_at_s = self._loop.now_s(), self._heartbeats, self._last_heard_s
+        longest_s = max((beat.silent_s for beat in beats.values()), default=0.0)
+        if now_s - min(heard_at_s.values(), default=now_s) + longest_s <= limit_s:
+            return False
+        silent_s = {worker: beat.silent_s for worker, beat in beats.items()}
+        return any(
+            now_s - heard_at_s.get(it, now_s) + silent_s.get(it, 0.0) > limit_s for it in workers
+        )
 
     def expire_silent(self) -> None:
         """Reports workers as lost whose processes have been silent for too long."""
@@ -165,6 +182,9 @@ class WorkerInbox:
             reports = await group.receive()
             now_s = self._loop.now_s()
             for worker, messages in reports.messages:
+                if messages and type(messages[0]) is StepRows:
+                    self._receive_rows(messages[0], now_s)
+                    continue
                 if worker in heard_at_s:
                     heard_at_s[worker] = now_s
                 messages = self._lines.receive(worker, messages)

@@ -39,11 +39,11 @@ from rayzero.workers.messages import (
     LogLine,
     RoleReport,
     WorkerInfo,
-    WorkerMessage,
 )
 from rayzero.workers.roles.role_calls import RoleCalls
 from rayzero.workers.roles.view import TASKS_PHASE
 from rayzero.workers.stacks import Stacks
+from rayzero.workers.step_rows import ReceivedMessage
 from rayzero.workers.vault.process_end import ProcessEnd
 
 if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
@@ -232,7 +232,7 @@ class RolePool:
             for index, cause in reports.lost:
                 self._on_lost(index, cause)
 
-    def _on_message(self, worker: RoleWorker, message: WorkerMessage) -> None:
+    def _on_message(self, worker: RoleWorker, message: ReceivedMessage) -> None:
         match message:
             case LogLine() | RoleReport():
                 self._events.emit(message)

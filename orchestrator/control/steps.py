@@ -21,6 +21,7 @@ from rayzero.orchestrator.policies.usefulness import EqualLosses
 from rayzero.orchestrator.progress import JobProgress, StepRecord
 from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.messages import Divided, Heartbeat, StepReport
+from rayzero.workers.step_rows import StepRows
 
 
 @dataclass(eq=False)
@@ -71,18 +72,15 @@ class StepReports:
         if shares:
             self._balancer.on_divided(shares)
 
-    def on_report(self, worker: int, report: StepReport) -> None:
-        if report.generation == self._members.generation.number:
-            self._members.generation.advance_to(report.step + 1)
-            self._note_replicated(report)
-            self._events.emit(report)
-            samples = int(report.gauges.get("step_samples", 0))
-            share = self._balancer.relative_share(report.rank, samples)
-            if text := self._speeds.add_report(worker, report, share):
-                self._events.warn(text)
-            if text := self._equal_losses.add_report(report, self._members.generation.world_size):
-                self._events.warn(text)
-        record = self._progress.add_report(report)
+    def on_rows(self, worker: int, rows: StepRows) -> None:
+        del worker
+        if rows.generation == self._members.generation.number:
+            self._members.generation.advance_to(rows.step + 1)
+            self._note_replicated(rows.reports[0])
+            self._events.emit(rows)
+            for member, report in zip(rows.workers, rows.reports, strict=True):
+                self._judge(member, report)
+        record = self._progress.add_rows(rows)
         if record is not None:
             self._events.emit(record)
             self._on_step_finished(record)
@@ -93,6 +91,15 @@ class StepReports:
         if step and (report.generation, step) > self._replicated:
             self._replicated = report.generation, step
             self._events.emit(StepReplicated(step, int(report.gauges["replicated_bytes"])))
+
+    def _judge(self, worker: int, report: StepReport) -> None:
+        """Looks for a slow rank, and for ranks that train on the same."""
+        samples = int(report.gauges.get("step_samples", 0))
+        share = self._balancer.relative_share(report.rank, samples)
+        if text := self._speeds.add_report(worker, report, share):
+            self._events.warn(text)
+        if text := self._equal_losses.add_report(report, self._members.generation.world_size):
+            self._events.warn(text)
 
     def _on_step_finished(self, record: StepRecord) -> None:
         self._loop.changed.notify()  # JobProgress

@@ -20,10 +20,13 @@ class WeightVersions:
 
     Args:
         _on_change: called with each new version, and with a version whose slots are elsewhere.
+        _is_read: whether anybody reads versions; else none are noted, which costs time for each
+            rank in each step.
     """
 
     _members: Members
     _on_change: Callable[[], None] = lambda: None
+    _is_read: bool = True
     newest: WeightDirectory | None = None
     """None: there was none yet."""
     _begun: dict[int, int] = field(default_factory=dict)  # by rank, of the generation
@@ -48,7 +51,11 @@ class WeightVersions:
     def on_step_finished(self, record: StepRecord) -> None:
         """All ranks have finished a step, and maybe mirrored it."""
         step = record.mirrored_step
-        if step is not None and record.generation == self._members.generation.number:
+        if (
+            self._is_read
+            and step is not None
+            and record.generation == self._members.generation.number
+        ):
             self._publish(self._slots(step))
 
     def _slots(self, step: int) -> list[SlotRef]:

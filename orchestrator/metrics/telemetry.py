@@ -41,7 +41,8 @@ from rayzero.orchestrator.metrics.trackers import open_step_files
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec_sections import MetricsSpec
-from rayzero.workers.messages import Heartbeat, RoleReport, StepReport
+from rayzero.workers.messages import Heartbeat, RoleReport
+from rayzero.workers.step_rows import StepRows
 
 if TYPE_CHECKING:
     from rayzero.orchestrator.metrics.endpoint import Endpoint
@@ -88,7 +89,7 @@ class Telemetry:
             raise
         events.subscribe(self._on_event, JOB_EVENTS)
         # There are thousands of these a second: no time is read, and their types are not compared.
-        events.subscribe(self._on_report, (StepReport,))
+        events.subscribe(self._on_rows, (StepRows,))
         events.subscribe(self._on_heartbeat, (Heartbeat,))
         events.subscribe(self._on_role_report, (RoleReport,))
         events.subscribe(self._on_rollouts, (RolloutsCounted,))
@@ -111,9 +112,10 @@ class Telemetry:
             for queue in self._step_queues:
                 queue.put(event)
 
-    def _on_report(self, report: StepReport) -> None:
+    def _on_rows(self, rows: StepRows) -> None:
         with self._lock:
-            self._metrics.ranks.on_report(report)
+            for report in rows.reports:
+                self._metrics.ranks.on_report(report)
 
     def _on_heartbeat(self, beat: Heartbeat) -> None:
         with self._lock:

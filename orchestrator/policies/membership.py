@@ -128,7 +128,8 @@ class WorkerRegistry(ObservedState):
         self.members: frozenset[int] = frozenset()
         """Indices of the newest generation's members."""
         self.calls: dict[int, FunctionCall] = {}
-        """By worker, of its training function; never changed in place."""
+        """By worker, of its training function. Replaced where a function is called, since the
+        selection depends on that; only `set_state` changes one in place."""
         self.awaiting_replacement: tuple[WorkerInfo, ...] = ()
         """Lost workers, and retired ones, whose reservations wait for a replacement."""
         self.awaited = 0
@@ -187,10 +188,12 @@ class WorkerRegistry(ObservedState):
         """The nodes whose workers are used only if there are no others."""
         return self.draining_nodes | self.avoided_nodes
 
-    def mark_lost(self, worker: int) -> None:
-        """Its process ended; its reservation waits for a replacement."""
-        self.remove(worker)
-        self.awaiting_replacement += (self._all[worker],)
+    def mark_lost(self, *workers: int) -> None:
+        """Their processes ended; their reservations wait for replacements."""
+        for worker in workers:
+            self._alive.pop(worker, None)
+        self._invalidate()
+        self.awaiting_replacement += tuple(map(self.info, workers))
 
     def spent(self, *, stays: bool) -> list[int]:
         """Workers whose process is used up: a training function was called in it, and does not
@@ -208,8 +211,9 @@ class WorkerRegistry(ObservedState):
 
     def set_state(self, worker: int, state: CallState, *, keeps_rank: bool = False) -> None:
         """Its function has come there."""
-        call = replace(self.calls[worker], state=state, keeps_rank=keeps_rank)
-        self.calls = {**self.calls, worker: call}
+        # Thousands of workers do this in each repair: no copy of the whole.
+        self.calls[worker] = replace(self.calls[worker], state=state, keeps_rank=keeps_rank)
+        self._changed()
 
     def is_ahead(self, worker: int) -> bool:
         """Whether its function was called before its generation."""

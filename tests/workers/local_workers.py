@@ -34,6 +34,7 @@ from rayzero.workers.messages import (
     WorkerMessage,
     WorkerSpec,
 )
+from rayzero.workers.step_rows import combine
 from rayzero.workers.vault.records import Restore, SlotRef
 from rayzero.workers.vault.vault import Vault
 from tests.support.nccl_like.settings import NcclLike, from_environment
@@ -245,9 +246,8 @@ class LocalWorkers:
                 for message in messages
                 if isinstance(message, StepReport) and message.generation == generation
             ]
-            records += filter(
-                None, map(progress.add_report, sorted(reports, key=lambda report: report.step))
-            )
+            rows = [combine([it.rank], [it]) for it in sorted(reports, key=lambda it: it.step)]
+            records += filter(None, map(progress.add_rows, rows))
             steps += [record.step for record in records]
         return steps
 

@@ -33,13 +33,14 @@ class FrameKind(IntEnum):
     REPLY = 5  # agent: (call, error or None, result)
     EVENTS = 6  # agent: what happened on its node
     BEAT = 7  # all: nothing; it lives, and has received what the header says
-    MESSAGES = 8  # agent: a list of WorkerFrame
+    MESSAGES = 8  # agent: a NodeBatch
     WORKER = 9  # worker: its index; the first frame of a connection
     QUIET = 10  # worker: its messages, which may wait for those of others for a while
     REPORTS = 11  # worker: the same, briefly
     URGENT = 12  # worker: the same, not at all
     COMMAND = 13  # controller: NodeCommand; agent: WorkerCommand
     ANSWER = 14  # worker: (controller, command, pickled: error or None, result)
+    STEPS = 15  # worker: as REPORTS, but only reports of steps and heartbeats
 
 
 class Frame(NamedTuple):

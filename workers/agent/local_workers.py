@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from rayzero.workers.agent.batches import make_batch
 from rayzero.workers.agent.link import (
     Attach,
     Frame,
@@ -23,7 +24,6 @@ from rayzero.workers.agent.link import (
     Link,
     NodeCommand,
     WorkerCommand,
-    WorkerFrame,
     peer_of,
     read_frame,
 )
@@ -32,6 +32,7 @@ REPORTS_DELAY_S = 0.05
 """How long the first reports of a batch wait for those of the node's other workers."""
 QUIET_DELAY_S = 0.5
 """How long messages wait that say only that a worker lives."""
+_BRIEFLY = (FrameKind.REPORTS, FrameKind.STEPS)
 _BIND_RETRY_S = 0.1
 _MAX_BATCH_BYTES = 2**20
 
@@ -66,11 +67,11 @@ class LocalWorkers:
         self._send = send
         self._on_end = on_end
         self._workers: dict[int, _LocalWorker] = {}
-        self._batch: list[WorkerFrame] = []
+        self._batch: list[tuple[int, Frame]] = []
         self._batch_bytes = 0
         self._unheard: set[int] = set()  # connected workers without reports in this batch
         self._due: asyncio.TimerHandle | None = None
-        self._unconfirmed: deque[tuple[int, list[WorkerFrame]]] = deque()
+        self._unconfirmed: deque[tuple[int, dict[int, int]]] = deque()
 
     @property
     def last_index(self) -> int:
@@ -110,8 +111,7 @@ class LocalWorkers:
 
     def add(self, worker: int, frame: Frame) -> None:
         """Adds a worker's new frame to the batch."""
-        is_answer = frame.kind is FrameKind.ANSWER
-        self._batch.append(WorkerFrame(worker, frame.number, frame.payload, is_answer))
+        self._batch.append((worker, frame))
         self._batch_bytes += len(frame.payload)
         if frame.kind is not FrameKind.QUIET:
             self._unheard.discard(worker)
@@ -119,7 +119,7 @@ class LocalWorkers:
             self.flush()
         elif frame.kind is FrameKind.QUIET:
             self._flush_within(QUIET_DELAY_S)
-        elif frame.kind is FrameKind.REPORTS and self._unheard:
+        elif frame.kind in _BRIEFLY and self._unheard:
             self._flush_within(REPORTS_DELAY_S)
         else:
             self._flush_within(0.0)  # with what this turn of the loop brings
@@ -132,14 +132,15 @@ class LocalWorkers:
         if self._batch:
             batch, self._batch, self._batch_bytes = self._batch, [], 0
             self._unheard = {index for index, it in self._workers.items() if it.writer is not None}
-            payload = pickle.dumps(batch, pickle.HIGHEST_PROTOCOL)
-            self._unconfirmed.append((self._send(payload), batch))
+            payload = pickle.dumps(make_batch(batch), pickle.HIGHEST_PROTOCOL)
+            newest = {worker: frame.number for worker, frame in batch}
+            self._unconfirmed.append((self._send(payload), newest))
 
     def on_acknowledged(self, number: int) -> None:
         """The controller has the batches up to that number."""
         confirmed: dict[int, int] = {}
         while self._unconfirmed and self._unconfirmed[0][0] <= number:
-            confirmed |= {frame.worker: frame.number for frame in self._unconfirmed.popleft()[1]}
+            confirmed |= self._unconfirmed.popleft()[1]
         for worker, received in confirmed.items():
             self._workers[worker].link.confirm(received)
 

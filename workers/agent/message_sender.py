@@ -70,6 +70,8 @@ class MessageSender:
             kind = FrameKind.URGENT
             if kinds <= {Heartbeat}:
                 kind = FrameKind.QUIET
+            elif kinds <= {Heartbeat, StepReport}:
+                kind = FrameKind.STEPS
             elif kinds <= {*_WAITS}:
                 kind = FrameKind.REPORTS
             self._send(kind, pickle.dumps(messages, pickle.HIGHEST_PROTOCOL))

@@ -8,6 +8,7 @@ import pickle
 import socket
 from dataclasses import replace
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import pytest
 
@@ -16,13 +17,15 @@ from rayzero.orchestrator.cluster import node_links
 from rayzero.orchestrator.cluster.node_links import WorkerMail
 from rayzero.orchestrator.errors import JobFailedError, VaultLostError
 from rayzero.workers.agent import node_agent
+from rayzero.workers.agent.batches import make_batch
 from rayzero.workers.agent.link import (
+    Frame,
     FrameKind,
     Link,
-    WorkerFrame,
 )
 from rayzero.workers.agent.message_sender import MessageSender
 from rayzero.workers.messages import Heartbeat, LogLine, StepReport, WorkerMessage
+from rayzero.workers.step_rows import StepRows
 from tests.orchestrator.cluster.streams import (
     LIMIT_S,
     Commands,
@@ -188,8 +191,12 @@ class Worker:
         self.index = index
         self.posted: SimpleQueue[WorkerMessage] = SimpleQueue()
         self.received: list[WorkerMessage] = []
-        mail.subscribe(index, lambda worker, messages: self.received.extend(messages))
+        mail.subscribe(index, self._receive)
         MessageSender(socket, index, self._poll)
+
+    def _receive(self, worker: int, messages: list[WorkerMessage]) -> None:
+        for it in messages:
+            self.received += it.reports if isinstance(it, StepRows) else [it]
 
     def _poll(self, timeout_s: float) -> list[WorkerMessage]:
         try:
@@ -265,14 +272,71 @@ async def test_end_of_a_worker_follows_its_messages():
             assert worker.received[-1] == LogLine(0, "stdout", "the last")
 
 
+def report(worker: int, step: int, **gauges: float) -> tuple[int, Frame]:
+    """A frame of a worker whose rank is ten times its index."""
+    messages = [StepReport(1, worker * 10, step, {"tokens": 2.0}, gauges, 5.0), beat(worker)]
+    return worker, Frame(FrameKind.STEPS, step, 0, pickle.dumps(messages))
+
+
+def beat(worker: int) -> Heartbeat:
+    return Heartbeat(worker * 10, 1, "run", 0.0)
+
+
+def other(worker: int, number: int) -> tuple[int, Frame]:
+    return worker, Frame(FrameKind.URGENT, number, 0, pickle.dumps([number]))
+
+
+def test_reports_of_a_step_are_combined_and_come_once():
+    """An agent's successor sends what it has got again, in other batches; a worker may have no
+    subscriber yet, or none any more; gauges differ."""
+    mail, received = WorkerMail(), list[tuple[int, Any]]()
+
+    def receive(worker: int, messages: list[Any]) -> None:
+        for it in messages:
+            rows = zip(it.workers, it.reports, strict=True) if isinstance(it, StepRows) else ()
+            received.extend(rows or [(worker, it)])
+
+    for worker in (1, 2, 3):
+        mail.subscribe(worker, receive)
+    frames = [report(it, 1, loss=float(it), lr=0.1) for it in (1, 2, 3, 4)]
+    batch = make_batch(frames)
+    assert [len(rows.workers) for rows, _ in batch.rows] == [4]
+    assert [(it.rank, it.gauges) for it in batch.rows[0][0].reports] == [
+        (worker * 10, {"loss": float(worker), "lr": 0.1}) for worker in (1, 2, 3, 4)
+    ]
+    assert len({id(name) for it in batch.rows[0][0].reports for name in it.gauges}) == 2
+    mail.deliver(make_batch(frames[:1]))
+    mail.deliver(batch)  # worker 1's come again, and nobody has asked for worker 4's
+    assert [worker for worker, it in received if isinstance(it, StepReport)] == [1, 2, 3]
+    assert [it for _, it in received if isinstance(it, Heartbeat)] == [*map(beat, (1, 2, 3))]
+    mail.subscribe(4, receive)
+    assert [worker for worker, _ in received[-2:]] == [4, 4]
+    mail.unsubscribe(2)
+    received.clear()
+    later = [report(1, 2, loss=0.0), report(2, 2, loss=0.0), report(3, 2, loss=0.0, gpu=1.0)]
+    mail.deliver(make_batch(later))
+    expected = [StepReport(1, it * 10, 2, {"tokens": 2.0}, {"loss": 0.0}, 5.0) for it in (1, 3)]
+    expected[1].gauges["gpu"] = 1.0
+    assert [it for _, it in received if isinstance(it, StepReport)] == expected
+
+
+def test_messages_of_a_worker_stay_in_order():
+    mail, received = WorkerMail(), list[Any]()
+    mail.subscribe(1, lambda worker, messages: received.extend(messages))
+    ahead = [report(2, 3), report(1, 1), report(1, 2), report(1, 3)]  # another is ahead of it
+    mail.deliver(make_batch([*ahead, other(1, 4), report(1, 5), other(1, 6)]))
+    steps = [it.step if isinstance(it, StepRows | StepReport) else it for it in received]
+    assert [it for it in steps if not isinstance(it, Heartbeat)] == [1, 2, 3, 4, 5, 6]
+
+
 def test_early_messages_reach_a_later_subscriber_once():
     mail, received = WorkerMail(), []
     for number in (1, 1, 2):
-        mail.deliver(WorkerFrame(4, number, pickle.dumps([number])))
+        mail.deliver(make_batch([other(4, number)]))
     mail.subscribe(4, lambda worker, messages: received.extend(messages))
-    mail.deliver(WorkerFrame(4, 3, pickle.dumps([3])))
+    mail.deliver(make_batch([other(4, 3)]))
     mail.unsubscribe(4)
-    mail.deliver(WorkerFrame(4, 4, pickle.dumps([4])))
+    mail.deliver(make_batch([other(4, 4)]))
     assert received == [1, 2, 3]
 
 

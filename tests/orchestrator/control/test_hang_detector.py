@@ -18,6 +18,7 @@ from rayzero.orchestrator.aio import WORKER_POLL_S
 from rayzero.orchestrator.job_events import FaultDetected
 from rayzero.orchestrator.spec import RecoverySpec
 from rayzero.workers.messages import Heartbeat, StepReport
+from rayzero.workers.step_rows import combine
 from tests.orchestrator.support import Harness
 
 RANKS = 4
@@ -114,13 +115,14 @@ class SimulatedSteps:
         if self.hung:
             return took_s
         self.clock._now, took_s = max(ends), max(ends) - begun_s
+        reports = []
         for rank, phases in enumerate(own):
             gauges = {f"phases/{name}": seconds for name, seconds in phases.items()}
             gauges["phases/other"] = gauges.pop("phases/outside")
             waited_s = released_s - self.courses[rank].at_peers_s
             gauges |= {"step_s": took_s, "exposed_comm_s": waited_s, "phases/reduce": waited_s}
-            report = StepReport(self.generation.number, rank, self.step, {}, gauges)
-            self.inbox._on_step(rank, report)
+            reports.append(StepReport(self.generation.number, rank, self.step, {}, gauges))
+        self.inbox._add_to_history(combine(range(RANKS), reports))
         self.step += 1
         return took_s
 

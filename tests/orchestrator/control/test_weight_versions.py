@@ -10,6 +10,7 @@ from rayzero.orchestrator.control.weight_versions import WeightVersions
 from rayzero.orchestrator.policies.membership import Selected
 from rayzero.orchestrator.progress import JobProgress, StepRecord
 from rayzero.workers.messages import Mirrored, RankAssignment, StepReport, WorkerInfo
+from rayzero.workers.step_rows import combine
 from rayzero.workers.vault.records import Restore, SlotRef
 from rayzero.workers.weights.directory import WeightDirectory, WeightVersion
 
@@ -41,7 +42,7 @@ class Job:
         progress.start_generation(number, size)
         gauges = {} if mirrored is None else {"replica_step": float(mirrored)}
         records = [
-            progress.add_report(StepReport(number, rank, step, gauges=gauges))
+            progress.add_rows(combine([rank], [StepReport(number, rank, step, gauges=gauges)]))
             for rank in range(size)
         ]
         [record] = filter(None, records)

@@ -29,6 +29,7 @@ from rayzero.orchestrator.spec import CheckpointSpec, JobSpec, RecoverySpec, Rol
 from rayzero.workers.messages import Heartbeat, RoleReport, StepReport, WorkerInfo
 from rayzero.workers.rollouts.counts import RolloutCounts
 from rayzero.workers.spread import Spread
+from rayzero.workers.step_rows import combine
 
 SPEC = JobSpec(
     name="gpt",
@@ -109,7 +110,7 @@ class SimulatedJob:
             report = StepReport(generation, rank, step, counters, reported, UNIX + self.now_s)
             self.metrics.ranks.on_report(report)
             self.metrics.ranks.on_heartbeat(Heartbeat(rank, step + 1, "forward", 0.25))
-            record = self.progress.add_report(report)
+            record = self.progress.add_rows(combine([rank], [report]))
         assert record is not None
         self.emit(record)
         return record

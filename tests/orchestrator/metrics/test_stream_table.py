@@ -9,6 +9,7 @@ from rayzero.orchestrator.metrics.snapshot_model import validate_snapshot
 from rayzero.orchestrator.metrics.stream_table import MAX_SOURCES, StreamTable
 from rayzero.orchestrator.progress import JobProgress, StepRecord
 from rayzero.workers.messages import StepReport
+from rayzero.workers.step_rows import combine
 from tests.orchestrator.metrics.simulated_job import SimulatedJob, eventful_job
 
 
@@ -22,11 +23,12 @@ def test_counters_of_ranks_are_added_up_and_a_step_that_is_not_finished_is_not_c
     progress.start_generation(1, 2)
     for rank, samples in ((0, 3.0), (1, 4.0)):
         counters = {"tokens": 10.0, "streams/web/samples": samples}
-        made = progress.add_report(StepReport(1, rank, 1, counters, {"step_s": 0.5, "lr": 0.1}))
+        report = StepReport(1, rank, 1, counters, {"step_s": 0.5, "lr": 0.1})
+        made = progress.add_rows(combine([rank], [report]))
     assert made is not None
     assert (made.tokens, made.gauges) == (20.0, {"lr": 0.1, "streams/web/samples": 7.0})
     assert not dict(made.user_gauges())
-    progress.add_report(StepReport(1, 0, 2, {"streams/web/samples": 3.0}, {}))
+    progress.add_rows(combine([0], [StepReport(1, 0, 2, {"streams/web/samples": 3.0}, {})]))
     assert progress.start_generation(2, 1, 1) == []
 
 

@@ -17,6 +17,7 @@ from rayzero.orchestrator.policies.usefulness import (
 )
 from rayzero.orchestrator.progress import JobProgress
 from rayzero.workers.messages import StepReport
+from rayzero.workers.step_rows import combine
 
 
 def report(rank: int, step: int, **gauges: float) -> StepReport:
@@ -28,7 +29,7 @@ def progress(*skipped: float) -> JobProgress:
     made = JobProgress()
     made.start_generation(1, 1)
     for step, share in enumerate(skipped, 1):
-        assert made.add_report(report(0, step, skipped=share)) is not None
+        assert made.add_rows(combine([0], [report(0, step, skipped=share)])) is not None
     return made
 
 

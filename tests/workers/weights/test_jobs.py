@@ -21,6 +21,7 @@ from rayzero.orchestrator.control.weight_versions import WeightVersions
 from rayzero.orchestrator.progress import JobProgress
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.messages import Mirrored, MirrorPolicy, StepReport
+from rayzero.workers.step_rows import combine
 from rayzero.workers.vault.client import VaultClient
 from rayzero.workers.vault.records import Restore
 from rayzero.workers.weights.directory import WeightVersion
@@ -66,7 +67,7 @@ class VersionController(EventController):
                 if isinstance(message, Mirrored):
                     self.versions.on_mirrored(index, message)
                 elif isinstance(message, StepReport):
-                    record = self._progress.add_report(message)
+                    record = self._progress.add_rows(combine([index], [message]))
                     if record is not None:
                         self.versions.on_step_finished(record)
             self._told[index] = len(seen)

@@ -1,0 +1,91 @@
+"""What a step and a repair cost the controller, by the number of workers and nodes: counted calls,
+since times depend on the machine."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayzero.orchestrator.aio import ChangeNotifier
+from rayzero.orchestrator.cluster.node_links import WorkerMail
+from rayzero.orchestrator.policies.membership import WorkerLimits, WorkerRegistry
+from rayzero.orchestrator.policies.placement import CallState, FunctionCall
+from rayzero.workers.agent.batches import make_batch
+from rayzero.workers.agent.link import Frame, FrameKind
+from rayzero.workers.messages import Heartbeat, StepReport, WorkerInfo
+from tests.orchestrator.support import Harness
+
+PER_NODE = 8
+
+
+class CallCounter:
+    """Counts the calls that the orchestrator's code makes, and gets, while it is entered."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __enter__(self) -> CallCounter:
+        sys.setprofile(self._count)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _count(self, frame: Any, event: str, arg: object) -> None:
+        name = frame.f_code.co_filename
+        if "/orchestrator/" in name and "/tests/" not in name:
+            self.calls += event in ("call", "c_call")
+
+
+async def repair_calls(folder: Path, workers: int) -> int:
+    """The calls of a repair, and the replacement's start, in a job of that size."""
+    folder.mkdir()
+    harness = await Harness(folder, workers, workers=(1, workers)).trained(3)
+    with CallCounter() as counter:
+        await harness.kill(1)
+        await harness.trained(5)
+    assert len(harness.assignments) >= workers - 1
+    await harness.finish()
+    return counter.calls
+
+
+async def test_repair_costs_in_proportion_to_the_ranks(folder: Path):
+    few, many = [await repair_calls(folder / str(it), it) for it in (16, 64)]
+    assert 16 * 10 < few < many < 4.4 * few, (few, many)
+
+
+@pytest.mark.parametrize("state", [CallState.WAITING, CallState.RUNNING])
+def test_no_table_of_all_workers_is_copied_for_one(state: CallState):
+    """Each worker of a generation leaves it: a copy each time was quadratic."""
+    registry = WorkerRegistry(WorkerLimits(1, 100), ChangeNotifier().notify)
+    registry.add(WorkerInfo(it, "a", "a", "10.0.0.1", it) for it in range(100))
+    calls = registry.calls = {it: FunctionCall(it, 100) for it in range(100)}
+    selection = registry.select_members()
+    for worker in range(100):
+        registry.set_state(worker, state, keeps_rank=True)
+    assert registry.calls is calls
+    assert {(it.state, it.keeps_rank) for it in calls.values()} == {(state, True)}
+    assert registry.select_members() is selection, "selected anew only if others may be"
+
+
+@pytest.mark.parametrize("nodes", [4, 16])
+def test_step_is_one_message_of_each_node(nodes: int):
+    mail, messages = WorkerMail(), list[Any]()
+
+    def receive(worker: int, its: list[Any]) -> None:
+        messages.extend(it for it in its if not isinstance(it, Heartbeat))
+
+    for worker in range(nodes * PER_NODE):
+        mail.subscribe(worker, receive)
+    for node in range(nodes):
+        frames = []
+        for worker in range(node * PER_NODE, (node + 1) * PER_NODE):
+            sent = [StepReport(1, worker, 7, {}, {"loss": 1.0}), Heartbeat(worker, 8, "data", 0.0)]
+            frames.append((worker, Frame(FrameKind.STEPS, 1, 0, pickle.dumps(sent))))
+        mail.deliver(make_batch(frames))
+    assert len(messages) == nodes
+    assert [it for rows in messages for it in rows.ranks] == [*range(nodes * PER_NODE)]
