@@ -268,7 +268,7 @@ class JobFacts:
 
     def _reattach(self, event: job_events.Reattached, at_s: float) -> dict[str, Any]:
         """The ranks have not ended with their controller. The steps between the newest in the
-        journal and the first one that is told now count with that."""
+        journal and the first one that is reported now count with that."""
         has_ended = bool(self.generations) and not self.generations[-1].world_size
         return {
             "step": max(self.step, event.step),

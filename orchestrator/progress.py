@@ -170,7 +170,7 @@ class JobProgress:
         """The world size of each generation, without repetitions."""
         self._generation = 0
         self._world_size = 0
-        self._told = 0
+        self._reported = 0
         self._open_steps: defaultdict[int, _OpenStep] = defaultdict(_OpenStep)
 
     @property
@@ -195,16 +195,16 @@ class JobProgress:
         if not self.world_sizes or self.world_sizes[-1] != world_size:
             self.world_sizes.append(world_size)
         self.steps = step
-        self._told = 0
+        self._reported = 0
         self._first_step = None
         self._open_steps.clear()
         return late
 
-    def continue_generation(self, number: int, world_size: int, told: int, step: int) -> None:
-        """A generation goes on of which another controller has told `told` steps, and all ranks
-        have finished `step`."""
+    def continue_generation(self, number: int, world_size: int, reported: int, step: int) -> None:
+        """Continues another controller's generation, of which that has reported `reported` steps,
+        and all ranks have finished `step`."""
         self.start_generation(number, world_size, step)
-        self.steps_executed, self._told = step, told
+        self.steps_executed, self._reported = step, reported
 
     def rewind(self, step: int) -> int:
         """Goes back to an earlier step. Returns the number of finished steps to redo."""
@@ -214,7 +214,7 @@ class JobProgress:
 
     def add_rows(self, rows: StepRows) -> StepRecord | None:
         """Returns the record of the step that these reports complete, if any."""
-        if rows.generation != self._generation or rows.step <= self._told:
+        if rows.generation != self._generation or rows.step <= self._reported:
             return None
         if self._open_steps[rows.step].add(rows) < self._world_size:
             return None

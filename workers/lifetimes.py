@@ -1,8 +1,8 @@
 """Lifetimes of a job's actors and placement groups.
 
 They are detached: Ray ends none of them with the job's process, which is lost with the head and
-comes back with it. Their names say whose they are, and by these whoever finds them ends them: the
-job itself, the next job of that name, `rayzero stop`, and at last each of the actors.
+comes back with it. Their names say whose they are, and by these they are found and ended: by the
+job itself, by the next job of that name, by `rayzero stop`, and at last by each of the actors.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class WorkerStatus:
         begin: of its training function; None: that was not called, or is called ahead.
         messages: those that are sent once in a generation, as far as it has come in this one.
         step: the newest that it has reported in it; 0: none.
-        is_leaving: it was told to leave it.
+        is_leaving: its controller has ordered it to leave.
     """
 
     info: WorkerInfo

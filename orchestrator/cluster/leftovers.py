@@ -37,7 +37,7 @@ class Inherited:
 
     @property
     def first_index(self) -> int:
-        """For the next workers, whose names no earlier one has."""
+        """The index of the next worker: no earlier one has its name."""
         return 1 + max((int(worker.what) for worker in self.workers), default=-1)
 
     async def end_vaults(self, but_run: str) -> tuple[Owned, ...]:

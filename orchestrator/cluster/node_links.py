@@ -286,7 +286,7 @@ class NodeLink:
         self._changed.notify()
 
     def _acknowledge(self, nbytes: int) -> None:
-        """Lets the agent forget what it has sent: not for each small frame."""
+        """Lets the agent forget acknowledged frames: not for each small one."""
         if nbytes >= _LARGE_BYTES:
             self._link.signal(FrameKind.BEAT)
         elif not self._will_acknowledge:

@@ -131,7 +131,7 @@ class WorkerInbox:
                 self.history.add(worker, report, trained_s)
 
     def _receive_rows(self, rows: StepRows, now_s: float) -> None:
-        """At once: that takes less time than to queue them."""
+        """Handles them at once, which takes less time than to queue them."""
         heard_at_s, pending = self._last_heard_s, self._undelivered
         for worker in rows.workers:
             if worker in heard_at_s:

@@ -49,7 +49,7 @@ class NodeHealth:
     _links: dict[tuple[str, str], float] = field(default_factory=dict)
     """GB/s, by reading node and read node."""
     _failures: dict[str, str] = field(default_factory=dict)
-    """By node, as they were told."""
+    """By node, as the warnings name them."""
     _links_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def start(self) -> None:

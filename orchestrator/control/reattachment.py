@@ -43,8 +43,8 @@ class Reattachment:
     _checkpoints: CheckpointWriter
 
     def begin(self, found: Attachment, offline_s: float) -> None:
-        """The newest generation is this controller's, as far as its members have told. No message
-        is read before `resume`."""
+        """Takes the newest generation over, as its members describe it. No message is read before
+        `resume`."""
         registry, facts = self._members.registry, self._events.facts
         spec = found.generation
         registry.add((*found.workers, *found.lost))
@@ -77,7 +77,7 @@ class Reattachment:
         for node in {worker.node_id for worker in found.workers}:
             self._loop.spawn(self._vaults.open_with_retries(node, lambda: True))
         held = await self._vaults.inventory()
-        for worker in found.lost:  # the agents may have told already, and how
+        for worker in found.lost:  # the agents may have reported it, with the cause
             self._failures.on_worker_lost(worker.index, "")
         self._inbox.start(worker.index for worker in found.workers)
         for status in found.present:

@@ -58,15 +58,15 @@ class StepReports:
         return self._balancer.start_generation(members, self._speeds.shares_per_s(members))
 
     def continue_generation(
-        self, generation: GenerationState, told: int, step: int, shares: tuple[float, ...]
+        self, generation: GenerationState, reported: int, step: int, shares: tuple[float, ...]
     ) -> None:
-        """A lost controller's generation goes on, of which all ranks have finished `step` steps,
-        and that has told of `told` steps.
+        """Continues a lost controller's generation, of which all ranks have finished `step` steps,
+        and that controller has reported `reported`.
 
         Args:
             shares: its ranks' shares of a step, when it began.
         """
-        self._progress.continue_generation(generation.number, generation.world_size, told, step)
+        self._progress.continue_generation(generation.number, generation.world_size, reported, step)
         members = tuple(generation.assignments)
         self._balancer.start_generation(members, [None] * len(members))
         if shares:

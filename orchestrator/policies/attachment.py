@@ -1,6 +1,6 @@
-"""What a new controller finds of a job whose controller was lost, as the workers tell it. Pure.
+"""The state of a job whose controller was lost, as its workers report it to the next one. Pure.
 
-A generation is *whole* if all of its ranks live, have joined it, and nobody leaves it: it runs on.
+A generation is *whole* if all of its ranks live, have joined it, and none leaves it: it continues.
 Otherwise it is repaired as after any other fault, with the workers that continue.
 """
 
@@ -61,7 +61,8 @@ class Attachment:
         return min(status.step for status in self.present)
 
     def assignments(self) -> dict[int, RankAssignment]:
-        """Of the members by worker, in the order of the ranks. Only the rank is known of all."""
+        """The members' assignments by worker, in the order of the ranks. Only the rank is known of
+        all."""
         vaults = {status.info.index: _vault(status) for status in self.present}
         return {
             worker.index: RankAssignment(rank, 0, 0, vaults.get(worker.index, ""))
@@ -73,7 +74,7 @@ class Attachment:
         return {status.info.node_id: _vault(status) for status in self.present}
 
     def calls(self) -> dict[int, FunctionCall]:
-        """Of the living workers' training functions, by worker."""
+        """The calls of the living workers' training functions, by worker."""
         found = {}
         for status in (*self.present, *self.others):
             if status.begin is not None:

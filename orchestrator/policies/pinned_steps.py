@@ -70,8 +70,8 @@ class PinnedSteps:
         self, held: Iterable[StoredSlot], generation: int, world_size: int
     ) -> PinnedStep | None:
         """The newest step that all ranks of a lost controller's generation have pinned; it is then
-        in progress. Messages about it, and about older ones, may still come. Pins of which some
-        ranks have gone on without the others are released."""
+        in progress. Messages about it, and about older ones, may still come. Pins that some
+        ranks have passed without the others are released."""
         newest: defaultdict[int, int] = defaultdict(int)
         by_step: defaultdict[int, dict[int, StoredSlot]] = defaultdict(dict)
         for stored in held:

@@ -20,7 +20,7 @@ _COMBINED = (FrameKind.STEPS, FrameKind.QUIET)
 
 
 class NodeBatch(NamedTuple):
-    """What came from the workers of a node.
+    """The messages of a node's workers.
 
     Args:
         combined: (worker, number) of each frame that the rows and the beats are from. A worker's
@@ -55,7 +55,7 @@ def make_batch(received: Iterable[tuple[int, Frame]]) -> NodeBatch:
             else:
                 key = message.generation, message.step, tuple(message.gauges)
                 reports[key].append((worker, frame.number, message))
-    # One worker may be steps ahead in what it has sent, and each worker's steps must stay in order.
+    # One worker may be steps ahead in its messages, and each worker's steps must stay in order.
     for key in sorted(reports, key=lambda key: key[:2]):
         workers, numbers, messages = zip(*reports[key], strict=True)
         batch.rows.append((combine(workers, messages), numbers))

@@ -189,7 +189,7 @@ class LocalWorkers:
         loop = asyncio.get_running_loop()
         loop.remove_reader(worker.pidfd)
         worker.link.drop(FrameKind.COMMAND)
-        # After what it has sent, which is being read now.
+        # After its messages, which are being read now.
         loop.call_later(REPORTS_DELAY_S, self._report_end, index, pid, worker.pidfd)
 
     def _report_end(self, index: int, pid: int, pidfd: int) -> None:

@@ -82,7 +82,7 @@ class RolloutServer(MessageServer):
     def counts(self) -> RolloutCounts:
         """Counts what the buffer holds. Raises TimeoutError if the server does not answer within a
         quarter of its limit, which the controller allows a vault, too: so one call waits at most,
-        and what was told before it is not lost."""
+        and what was received before it is not lost."""
         counts: Future[RolloutCounts] = Future()
         self.call_soon(
             lambda: counts.set_result(replace(self._ledger.counts(), wait_s=tuple(self._wait_s)))

@@ -260,8 +260,8 @@ class SlotRegistry:
                 write_copied(entry.buffer.fd, nbytes)
 
     def let_go(self, generation: int, step: int) -> None:
-        """All ranks' versions of `step` in `generation` are on other nodes: lets go of replicas of
-        older steps, and of all of older generations. The originals of this one are their writers'.
+        """All ranks' versions of `step` in `generation` are on other nodes: releases replicas of
+        older steps, and all of older generations. The originals of this one are their writers'.
         The newest replica of a rank stays until its generation is over."""
         with self._lock:
             for entry, version in self._complete_versions():

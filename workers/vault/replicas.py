@@ -3,7 +3,7 @@
 A rank's assignment names the nodes that are to have its state; with each slot that it keeps for
 them, the rank passes the order on. So copies need no controller, and end with the generation. The
 rank reads in the slot that all nodes have it; the ranks' next vote shows the same of all slots of a
-step, and lets go of the older ones: see `Mirror`.
+step, and releases the older ones: see `Mirror`.
 
 The vault that is to have a slot pulls it, one chunk at a time, when the slot's own asks it to.
 """
