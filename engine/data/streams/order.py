@@ -294,7 +294,7 @@ class StreamOrder:
         part_sources = sources[slots]
         turns, blocks, rows, numbers = (np.empty(len(slots), dtype=np.int64) for _ in range(4))
         sorted_positions = np.empty(count, dtype=np.int64)
-        for source in np.flatnonzero(np.bincount(part_sources)).tolist():
+        for source in map(int, np.flatnonzero(np.bincount(part_sources))):
             order = self.orders[source]
             of_source = np.flatnonzero(sources == source)
             first = int(positions[of_source[0]])
