@@ -47,8 +47,8 @@ def event_lines(event: job_events.JobEvent) -> Iterator[str]:
             yield f"resuming after step {event.step}, from {event.folder}"
         case job_events.RunAdopted():
             yield (
-                f"adopted a lost run at step {event.step}, offline for {event.offline_s:.0f} s: its "
-                "workers have ended (they outlive a head that keeps its state in a store; "
+                f"adopted a lost run at step {event.step}, offline for {event.offline_s:.0f} s: "
+                "its workers have ended (they outlive a head that keeps its state in a store; "
                 "`rayzero doctor --address` tells whether this one does)"
             )
         case job_events.Reattached():
