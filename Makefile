@@ -3,18 +3,15 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-# A file's tests stay in one process (tests/support/sharing.py).
+# A file's tests stay in one process (tests/support/sharing.py). Fast ones compute, slow ones wait
+# for other processes half of the time: three of those keep two cores busy.
 BESIDE := --dist loadfile --no-loadscope-reorder
-# Where parts run side by side, each line of their output begins with the part's name.
-NAMED = $(if $(SIDE_BY_SIDE),| awk '{ print "$@: " $$0; fflush() }')
-SHELL := bash
-.SHELLFLAGS := -o pipefail -c
 READY  := $(VENV)/.ready
 
 # Hundreds of processes start: each would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test fast slow lint format nccl bench setup clean help
+.PHONY: demo test fast lint format nccl bench setup clean help
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,14 +37,10 @@ format: $(READY) ## format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 
 fast: $(READY) ## the tests that start no cluster
-	nice -n 5 $(PYTEST) -n 2 $(BESIDE) -m "not slow and not alone" $(NAMED)
+	$(PYTEST) -n 2 $(BESIDE) -m "not slow and not alone"
 
-slow: $(READY) ## the tests that start clusters
-	$(PYTEST) -n 3 $(BESIDE) -m "slow and not alone" $(NAMED)
-
-# Slow tests wait for other processes half of the time, which the fast ones fill at a lower priority.
-test: $(READY) ## everything: lint, fast and slow tests side by side, then those that run alone
-	+$(MAKE) --no-print-directory -j3 SIDE_BY_SIDE=1 lint fast slow
+test: lint fast ## everything: lint, fast tests, slow ones, those that nothing may run beside
+	$(PYTEST) -n 3 $(BESIDE) -m "slow and not alone"
 	$(PYTEST) -m alone
 
 nccl: $(READY) ## the fault suites once more, on a device and a process group that behave as NCCL's

@@ -71,7 +71,7 @@ def step_traffic(
     return traffic, engine.metrics.bytes["grad_slots"]
 
 
-VOTE = {"calls": 1, "bytes": 64}  # norm, loss, five step requests, a count of ranks
+VOTE = {"calls": 1, "bytes": 80}  # norm, loss, seven step requests, a count of ranks
 PARAM_BYTES = PARAMS * 4
 BUCKET, HALF_UNIT = 2 * LARGEST_UNIT, LARGEST_UNIT // 2
 ONCE = {"reduce_each_micro_step": False}

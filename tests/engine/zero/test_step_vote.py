@@ -69,4 +69,4 @@ def test_ranks_agree_in_a_single_collective() -> None:
     assert good == StepVote(grad_norm=pytest.approx((4 * (1 + 4 + 9)) ** 0.5), loss=1.5)
     assert bad.loss == 1.5
     assert not bad.finite
-    assert traffic == {"calls": 2, "bytes": 2 * 64}
+    assert traffic == {"calls": 2, "bytes": 2 * 80}

@@ -183,6 +183,12 @@ class FakeVault:
     def announce_complete(self, generation: int) -> None:
         self.calls.append("complete")
 
+    def replicate(self, generation: int, rank: int, step: int, nodes: Sequence[str]) -> None:
+        self.calls.append("replicate")
+
+    def announce_replicated(self, generation: int, step: int) -> None:
+        self.calls.append("replicated")
+
     def release_spares(self, used: Sequence[SlotWriter]) -> None:
         self.calls.append(f"spares but {len(used)}")
 
