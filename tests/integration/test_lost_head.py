@@ -60,12 +60,16 @@ def test_training_outlives_the_head_and_nothing_outlives_the_job(tmp_path: Path)
         assert kept in pids - {killed}
         before, *_, after = steps_by_generation(ledger)
         assert before == [*range(1, before[-1] + 1)]
-        assert (before[-1] >= step, after[0]) == (True, before[-1] + 1), "no finished step again"
+        # The killed worker's newest step may be in its ledger, and not yet reported.
+        assert before[-1] >= step
+        assert 0 <= before[-1] + 1 - after[0] <= 1
         assert run_driver(cluster, "stop", tmp_path) == {"left": []}
-        events = (tmp_path / "steady" / "events.jsonl").read_text().splitlines()
-        kinds = [entry["kind"] for entry in map(json.loads, events)]
-        assert (kinds.count("begun"), kinds.count("repaired"), kinds[-1]) == (3, 1, "ended")
-        lost = [entry["lost_ranks"] for entry in map(json.loads, events) if "lost_ranks" in entry]
+        entries = [*map(json.loads, (tmp_path / "steady" / "events.jsonl").open())]
+        kinds = [entry["kind"] for entry in entries]
+        assert (kinds.count("begun"), kinds[-1]) == (3, "ended")
+        redone = [entry["steps_redone"] for entry in entries if entry["kind"] == "repaired"]
+        assert redone == [0], "no finished step again"
+        lost = [entry["lost_ranks"] for entry in entries if "lost_ranks" in entry]
         assert [len(ranks) for ranks in lost] == [0, 1]
         assert run_driver(cluster, "lose_process", tmp_path) == {"owned": 5}
         titles = "ray::WorkerActor", "ray::VaultActor", "ray::JobActor"

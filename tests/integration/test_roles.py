@@ -74,14 +74,14 @@ def test_role_beside_the_ranks(no_leaks: None, tmp_path: Path):
     assert "role rollout: 1 to 3 workers wanted; it has 2" in handle.scale((1, 3), role="rollout")
     wait_for(lambda: len(log.of(RoleWorkerReady)) == 4)
 
-    def reward() -> Any:
-        snapshot = handle._running_process().call(JobActor.snapshot)
-        return (
-            snapshot["roles"]["rollout"]["tokens_per_s"] and snapshot["roles"]["rollout"]["values"]
-        )
+    seen: list[Any] = []
 
-    wait_for(lambda: bool(reward()))
-    assert 0 <= reward()["reward"]["mean"] <= 2
+    def reports() -> bool:
+        seen[:] = [handle._running_process().call(JobActor.snapshot)["roles"]["rollout"]]
+        return bool(seen[0]["tokens_per_s"] and seen[0]["values"])
+
+    wait_for(reports)
+    assert 0 <= seen[0]["values"]["reward"]["mean"] <= 2
     status = handle.status()
     assert (status.roles["rollout"].workers, status.roles["rollout"].faults) == (3, {"lost": 1})
     assert (status.generation, status.faults, status.repairs) == (1, {}, 0)
