@@ -26,6 +26,12 @@ def format_step(record: StepRecord) -> str:
     return " | ".join(parts)
 
 
+_WORKERS_ENDED = (
+    "its workers have ended (they outlive a head that keeps its state in a store; "
+    "`rayzero doctor --address` tells whether this one does)"
+)
+
+
 def event_lines(event: job_events.JobEvent) -> Iterator[str]:
     """The lines for an event; none for an event that a console shows in another way."""
     match event:
@@ -46,11 +52,8 @@ def event_lines(event: job_events.JobEvent) -> Iterator[str]:
         case job_events.Resumed():
             yield f"resuming after step {event.step}, from {event.folder}"
         case job_events.RunAdopted():
-            yield (
-                f"adopted a lost run at step {event.step}, offline for {event.offline_s:.0f} s: "
-                "its workers have ended (they outlive a head that keeps its state in a store; "
-                "`rayzero doctor --address` tells whether this one does)"
-            )
+            since = f"at step {event.step}, offline for {event.offline_s:.0f} s"
+            yield f"adopted a lost run {since}: {_WORKERS_ENDED}"
         case job_events.Reattached():
             ranks = ", ".join(map(str, event.lost_ranks))
             yield (
