@@ -20,7 +20,7 @@ from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.store import is_remote, local_path
 from rayzero.engine.errors import ConfigError, RayzeroError
 from rayzero.engine.redact import redact_url
-from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
+from rayzero.orchestrator.errors import JobFailedError, JobStoppedError, internal_error
 from rayzero.orchestrator.job.claims import (
     Claim,
     ClaimState,
@@ -116,7 +116,7 @@ def acquire_lease(
 
 
 def next_epoch(job_folder: str) -> int:
-    """That of the next holder of a job's folder. Raises StoreError."""
+    """Returns the epoch of the next holder of a job's folder. Raises StoreError."""
     others, _ = ClaimStore(job_folder).list_others("")
     return 1 + max((other.claim.epoch for other in others), default=0)
 
@@ -160,9 +160,9 @@ class AwaitedLease:
     def _wait(self) -> None:
         try:
             self._lease = self._acquire()
-        except RayzeroError as error:
-            self._refusal = error
-            self._on_refused(error)
+        except Exception as error:  # noqa: BLE001  # those who wait must see it
+            self._refusal = error if isinstance(error, RayzeroError) else internal_error(error)
+            self._on_refused(self._refusal)
         finally:
             self._decided.set()
 

@@ -31,7 +31,7 @@ TRANSFER_GRACE_S = 600.0
 SLOWEST_TRANSFER_BYTES_PER_S = 10e6
 """A store or a network that is slower has failed."""
 _MAX_FAILURES = 64
-"""That nobody has asked for: without a controller nobody does."""
+"""Most failures that are kept until a controller asks for them."""
 
 CopyTo: TypeAlias = Callable[[str, SlotRef, float], int]
 """(node, one of this vault's slots, limit in seconds): calls `Vault.replicate` of that node, and

@@ -16,7 +16,7 @@ import pytest
 
 from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.errors import ConfigError, RayzeroError
-from rayzero.orchestrator.errors import JobStoppedError
+from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
 from rayzero.orchestrator.job import lease as lease_module
 from rayzero.orchestrator.job.claims import (
     CLAIM_FORMAT,
@@ -26,7 +26,7 @@ from rayzero.orchestrator.job.claims import (
     is_process_gone,
     this_process,
 )
-from rayzero.orchestrator.job.lease import Lease, LeaseLostError, acquire_lease
+from rayzero.orchestrator.job.lease import AwaitedLease, Lease, LeaseLostError, acquire_lease
 from tests.orchestrator.support import begun, write_journal
 
 REMOTE_PROCESS = replace(this_process(), host="other", boot="another boot")
@@ -221,3 +221,45 @@ def test_failed_renewals_are_reported_once(tmp_path: Path, monkeypatch: pytest.M
     assert "cannot be renewed" in warnings[0]
     lease.check()
     lease.release()
+
+
+def test_awaited_lease_lets_nobody_write_before_it_is_held(tmp_path: Path):
+    may_begin, refused = threading.Event(), list[RayzeroError]()
+
+    def begin() -> Lease:
+        may_begin.wait(30.0)
+        return acquire(tmp_path)
+
+    awaited = AwaitedLease(begin, refused.append)
+    writer = threading.Thread(target=awaited.check)
+    writer.start()
+    writer.join(0.2)
+    assert writer.is_alive()
+    may_begin.set()
+    writer.join(30.0)
+    assert not writer.is_alive()
+    awaited.release()
+    assert refused == []
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [
+        (JobStoppedError("it was stopped"), JobStoppedError),
+        (ConfigError("in use", "one job", "another name"), ConfigError),
+        (KeyError("claim"), JobFailedError),
+    ],
+    ids=lambda it: getattr(it, "__name__", type(it).__name__),
+)
+def test_refused_lease_is_seen_by_all_that_wait(raised: Exception, seen: type[RayzeroError]):
+    refused = list[RayzeroError]()
+
+    def fail() -> Lease:
+        raise raised
+
+    awaited = AwaitedLease(fail, refused.append)
+    for _ in range(2):
+        with pytest.raises(seen):
+            awaited.check()
+    assert [type(it) for it in refused] == [seen]
+    awaited.release()
