@@ -15,15 +15,22 @@ from rayzero.engine.redact import redact_url
 LOG_MAX_BYTES = 256 * 2**20  # a log of this size becomes `job.log.1`, and a new one is started
 _READ_BYTES = 256 * 1024
 _MAX_LINE_CHARACTERS = 2**20  # a longer line, of a file that was not written here, comes in parts
+_BEFORE_BYTES = 128
 _GAP_MESSAGE = b"\n(lines may be missing here: the log grew faster than it was read)\n"
 
 
 @dataclass(frozen=True)
 class LogPosition:
-    """A byte offset in a log file. By default the beginning of the log."""
+    """A byte offset in a log file. By default the beginning of the log.
+
+    Attributes:
+        before: the bytes before the offset, at most 128. File systems reuse the inode numbers of
+            deleted files: after two rotations another file can have this one's.
+    """
 
     inode: int = 0
     offset: int = 0
+    before: bytes = b""
 
 
 def read_log(
@@ -43,22 +50,31 @@ def read_log(
                 file = opened.enter_context(log_file.open("rb"))
                 files.setdefault(os.fstat(file.fileno()).st_ino, file)
         inodes = list(files)[::-1]
-        has_gap = position.inode not in (0, *inodes)
-        start = inodes.index(position.inode) if position.inode in inodes else 0
+        is_found = (
+            position.inode in files
+            and _position(files[position.inode], position.offset) == position
+        )
+        start = inodes.index(position.inode) if is_found else 0
         for inode in inodes[start:]:
-            offset = position.offset if inode == position.inode else 0
+            offset = position.offset if is_found and inode == position.inode else 0
             files[inode].seek(offset)
             if part := files[inode].read(max_bytes):
-                return _GAP_MESSAGE * has_gap + part, LogPosition(inode, offset + len(part))
+                gap = b"" if is_found or position.inode == 0 else _GAP_MESSAGE
+                return gap + part, _position(files[inode], offset + len(part))
     return b"", position
 
 
 def end_of_log(path: Path) -> LogPosition:
     """The position after what is in the log now."""
-    with suppress(FileNotFoundError):
-        status = path.stat()
-        return LogPosition(status.st_ino, status.st_size)
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        return _position(file, file.seek(0, os.SEEK_END))
     return LogPosition()
+
+
+def _position(file: BinaryIO, offset: int) -> LogPosition:
+    begin = max(0, offset - _BEFORE_BYTES)
+    before = os.pread(file.fileno(), offset - begin, begin)
+    return LogPosition(os.fstat(file.fileno()).st_ino, offset, before)
 
 
 def append_log(
@@ -99,8 +115,7 @@ def iter_log_lines(
 
 
 def _rotate(path: Path) -> None:
-    """The new file is created before the oldest is deleted; otherwise it could get the inode of
-    that one, and a reader would continue in the wrong file."""
+    """The log's file is there at any time: the new one is created first."""
     new = path.with_suffix(".log.new")
     new.touch()
     os.replace(path, _rotated_path(path))

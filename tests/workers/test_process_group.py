@@ -4,7 +4,7 @@ That shutting them down ends a wait for a stopped peer is tested in test_recover
 
 from __future__ import annotations
 
-import gc
+import os
 import socket
 import sys
 from contextlib import ExitStack
@@ -19,7 +19,6 @@ from rayzero.workers.group_sockets import SocketTracker
 def test_reused_descriptor_is_not_shut_down(monkeypatch: pytest.MonkeyPatch):
     """A tracked socket is closed, and its number reused, between the listing and the shutdown."""
     listing = group_sockets._open_sockets
-    gc.collect()  # what earlier tests have left would free lower numbers meanwhile
     with socket.create_server(("127.0.0.1", 0)) as listener:
         tracker = SocketTracker()
         tracked = socket.create_connection(listener.getsockname())
@@ -27,10 +26,9 @@ def test_reused_descriptor_is_not_shut_down(monkeypatch: pytest.MonkeyPatch):
         newer = []
 
         def list_then_reuse() -> dict[str, int]:
-            sockets, number = listing(), tracked.fileno()
-            tracked.close()
-            newer.append(socket.create_connection(listener.getsockname()))
-            assert newer[0].fileno() == number
+            sockets, number = listing(), tracked.detach()
+            with socket.create_connection(listener.getsockname()) as connection:
+                newer.append(socket.socket(fileno=os.dup2(connection.fileno(), number)))
             return sockets
 
         monkeypatch.setattr(group_sockets, "_open_sockets", list_then_reuse)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -76,15 +77,18 @@ def test_rotation_while_log_is_opened_loses_no_lines(
     assert part + read_all(path, position)[0] == b"two, and now it is long enough\nthree\n"
 
 
-def test_new_log_file_does_not_reuse_inode_of_deleted_one(tmp_path: Path):
-    """File systems reuse the inode numbers of deleted files."""
+@pytest.mark.parametrize("reused", [0, 1, None])
+def test_reader_of_a_deleted_file_is_told(reused: int | None, tmp_path: Path):
+    """File systems reuse the inode numbers of deleted files: the oldest that is left may have it,
+    or the newest, or none."""
     path = tmp_path / "logs" / "job.log"
     append_small(path, ["the oldest, to be deleted"])
     _, position = read_all(path, LogPosition())
     append_small(path, ["one, to be rotated only"])
     append_small(path, ["two"])
-    assert path.stat().st_ino != position.inode
-    content, _ = read_all(path, position)
+    inodes = [file.stat().st_ino for file in (path.with_suffix(".log.1"), path)]
+    inode = inodes[reused] if reused is not None else max(inodes) + 1
+    content, _ = read_all(path, replace(position, inode=inode))
     gap, rest = content.strip().split(b"\n", 1)
     assert b"may be missing here" in gap
     assert rest == b"one, to be rotated only\ntwo"
