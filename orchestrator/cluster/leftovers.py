@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -53,12 +53,19 @@ class Inherited:
         await _end((*self.groups, *self.workers))
         await wait_gone(actor.describe for actor in actors.values())
 
-    async def find_living(self, run: str, limit_s: float) -> LivingWorkers | None:
+    async def find_living(
+        self, run: str, limit_s: float, first_limit_s: float
+    ) -> LivingWorkers | None:
         """The workers of a run that train on, if there are some. The others, and those of other
-        runs, are ended."""
+        runs, are ended.
+
+        Args:
+            limit_s: how long the others may take to answer, once one has.
+            first_limit_s: how long the first one may take: if none answers, all are ended.
+        """
         own = [worker for worker in self.workers if worker.run == run]
         actors = await asyncio.to_thread(_actors, own)
-        statuses, members = await _ask_all(actors, limit_s)
+        statuses, members = await _ask_all(actors, limit_s, first_limit_s)
         found = find_attachment(statuses, members)
         if found is None:
             return None
@@ -95,21 +102,20 @@ async def find_inherited(job: str) -> Inherited:
 
 
 async def _ask_all(
-    actors: Mapping[int, Any], limit_s: float
+    actors: Mapping[int, Any], limit_s: float, first_limit_s: float
 ) -> tuple[list[WorkerStatus], tuple[WorkerInfo, ...]]:
     """The workers that live, and the members of their newest generation, by rank; none if no
-    function has been called. Once all members have answered or ended, the others, some of which
-    only start, have as long again."""
+    function has been called. Limits as of `find_living`. Once all members have answered or ended,
+    the others, some of which only start, have as long again."""
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-    pending = {
-        index: loop.create_task(_ask(actor.status, limit_s)) for index, actor in actors.items()
-    }
+    until_s = began_s + first_limit_s
+    pending = {index: loop.create_task(_ask(actor.status)) for index, actor in actors.items()}
     statuses: dict[int, WorkerStatus] = {}
     generation = 0
     members: tuple[WorkerInfo, ...] = ()
-    left_s: float | None = None
     while pending:
+        left_s = max(0.0, until_s - loop.time())
         done, _ = await asyncio.wait(
             pending.values(), timeout=left_s, return_when=asyncio.FIRST_COMPLETED
         )
@@ -118,29 +124,35 @@ async def _ask_all(
         for index in [index for index, task in pending.items() if task in done]:
             if (status := pending.pop(index).result()) is not None:
                 statuses[index] = status
+                until_s = min(until_s, loop.time() + limit_s)
         while (newest := newest_member(statuses.values())) and newest.generation > generation:
             index = newest.info.index
-            if (answer := await _ask(actors[index].members, limit_s)) is None:
+            if (answer := await _within(limit_s, _ask(actors[index].members))) is None:
                 del statuses[index]  # it has ended meanwhile
             else:
                 generation = newest.generation
                 members = answer
-        if members and left_s is None and not any(it.index in pending for it in members):
-            left_s = loop.time() - began_s
+        if members and not any(it.index in pending for it in members):
+            until_s = min(until_s, 2 * loop.time() - began_s)
     for task in pending.values():
         task.cancel()
     return [*statuses.values()], members
 
 
-async def _ask(method: Any, limit_s: float) -> Any:
-    """None if the actor's process has ended, is not ready, or does not answer in time."""
-    with suppress(RayError, TimeoutError):
-        async with asyncio.timeout(limit_s):
-            while True:
-                try:
-                    return await method.remote()
-                except ActorUnavailableError:  # Ray does not know yet whether it lives
-                    await asyncio.sleep(_ASK_PAUSE_S)
+async def _within(limit_s: float, answer: Awaitable[Any]) -> Any:
+    with suppress(TimeoutError):
+        return await asyncio.wait_for(answer, limit_s)
+    return None
+
+
+async def _ask(method: Any) -> Any:
+    """None if the actor's process has ended, or is not ready."""
+    with suppress(RayError):
+        while True:
+            try:
+                return await method.remote()
+            except ActorUnavailableError:  # Ray does not know yet whether it lives
+                await asyncio.sleep(_ASK_PAUSE_S)
     return None
 
 

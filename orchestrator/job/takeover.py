@@ -53,8 +53,11 @@ async def take_over(
     # Rollouts in a vault belong to the process that has opened them: with roles none is kept.
     living = None
     if not plan.roles:
-        limit_s = reply_limit_s(plan.worker_spec.patience_s)
-        living = await inherited.find_living(plan.worker_spec.run, limit_s)
+        patience_s = plan.worker_spec.patience_s
+        limit_s = reply_limit_s(patience_s)
+        living = await inherited.find_living(
+            plan.worker_spec.run, limit_s, max(limit_s, patience_s)
+        )
     lease = begin_lease(living is not None)
     load = partial(load_past_runs, plan, warn)
     if living is not None:

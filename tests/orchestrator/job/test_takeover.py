@@ -114,7 +114,7 @@ async def test_members_that_live_are_continued_without_waiting_for_those_that_st
 ):
     those = [Worker(*each) for each in workers]
     began_s = asyncio.get_running_loop().time()
-    living = await inherited(*those).find_living("1", LIMIT_S)
+    living = await inherited(*those).find_living("1", LIMIT_S, LIMIT_S)
     assert asyncio.get_running_loop().time() - began_s < LIMIT_S / 2
     assert [int(worker.what) for worker in those if worker.ended] == ended
     if present is None:
@@ -194,6 +194,16 @@ async def test_job_that_trains_outlasts_a_store_that_does_not_answer(
     assert not any(worker.ended for worker in workers)
     assert all("workers train on: s3://runs: no answer" in text for text in job.warnings)
     assert 1 <= len(job.warnings) <= 2, "once for the journal, once for the claims"
+
+
+async def test_first_answer_may_take_longer_than_the_others():
+    """As on a busy machine whose head has just returned."""
+    slow, stopped = Worker(0, 1, "01", "slow"), Worker(1, 1, "01", "starts")
+    living = await inherited(slow, stopped).find_living("1", LATE_S / 3, LIMIT_S)
+    assert living is not None
+    assert [it.index for it in living.found.lost] == [1]
+    assert not slow.ended
+    assert stopped.ended
 
 
 async def test_stop_ends_the_wait_for_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
