@@ -272,6 +272,7 @@ class VaultGroup:
         while True:
             try:
                 await actor.wait_end.remote()
+                return  # a later controller watches it
             except ActorUnavailableError:  # it lives, as far as Ray knows
                 await asyncio.sleep(_UNAVAILABLE_PAUSE_S)
             except RayError as error:
@@ -303,7 +304,10 @@ class VaultGroup:
             peers = {peer: vault for peer, vault in vaults.items() if peer != node}
             calls.append(vaults[node].set_peers.remote(peers))
         try:
-            await asyncio.gather(*calls)
+            await asyncio.wait_for(asyncio.gather(*calls), _START_TIMEOUT_S)
+        except TimeoutError:
+            text = f"one did not take the others' addresses within {_START_TIMEOUT_S:g} s"
+            raise VaultLostError(text) from None
         except ACTOR_LOST as error:
             raise VaultLostError(death_cause(error)) from None
         self._shared_peers = vaults
