@@ -71,13 +71,33 @@ class Attach:
     """A controller's first words.
 
     Args:
-        epoch: of its claim on the job; an agent and a worker obey none with a lower one than they
-            have seen.
-        controller: differs between two controllers, also of the same epoch.
+        epoch: of its claim on the job.
+        controller: differs between two controllers, also of the same epoch: one that has not come
+            to hold the job's folder, and its successor.
     """
 
     epoch: int
     controller: bytes
+
+
+class Obedience:
+    """The rule by which an agent and a worker obey one controller at a time: none with a lower
+    epoch than they have seen, and none again that another one has superseded."""
+
+    def __init__(self) -> None:
+        self.obeyed = Attach(0, b"")
+        self._superseded: set[bytes] = set()
+
+    def accepts(self, attach: Attach) -> bool:
+        return attach.epoch >= self.obeyed.epoch and attach.controller not in self._superseded
+
+    def supersede(self, attach: Attach) -> bool:
+        """Obeys an accepted controller from now on. Returns whether it is another one."""
+        if attach == self.obeyed:
+            return False
+        self._superseded.add(self.obeyed.controller)
+        self.obeyed = attach
+        return True
 
 
 class WorkerCommand(NamedTuple):

@@ -154,17 +154,19 @@ async def test_end_of_the_process_ends_the_stream(monkeypatch: pytest.MonkeyPatc
                 await next_events(link, 1)
 
 
-async def test_one_controller_is_obeyed():
+@pytest.mark.parametrize("later", [5, 4])
+async def test_one_controller_is_obeyed(later: int):
+    """Of two with the same epoch neither has come to hold the job's folder."""
     commands = Commands()
     with agent(commands) as (_, address):
         async with linked(address, epoch=4) as first:
             await within(first.attached())
             late = asyncio.ensure_future(first.call("wait"))
             await within(first.call("note", 1))
-            async with linked(address, epoch=5) as second:
+            async with linked(address, epoch=later) as second:
                 await within(second.attached())
                 commands.may_return.set()
-                with pytest.raises(JobFailedError, match=r"taken over \(epoch 5\)"):
+                with pytest.raises(JobFailedError, match=rf"taken over \(epoch {later}\)"):
                     await within(late)
                 with pytest.raises(JobFailedError, match="taken over"):
                     await first.call("note", 2)
@@ -172,7 +174,7 @@ async def test_one_controller_is_obeyed():
                 assert await next_events(second, 1) == ["died"]
                 assert await within(second.call("note", 3)) == 3
                 await within(first.fenced())
-            async with linked(address, epoch=4) as third:
+            async with linked(address, epoch=later - 1) as third:
                 with pytest.raises(JobFailedError, match="taken over"):
                     await within(third.attached())
     assert commands.calls == [1, 3]
