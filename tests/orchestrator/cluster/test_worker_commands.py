@@ -116,6 +116,8 @@ class Controller:
         self.watch = WorkerWatch(self.mail, self.commands, lambda worker: NODE, self.find_cause)
 
     async def find_cause(self, worker: int) -> str:
+        while worker not in self.commands._ended:
+            await asyncio.sleep(0.01)
         return "Ray's cause"
 
     @asynccontextmanager
