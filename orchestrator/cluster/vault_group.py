@@ -150,7 +150,7 @@ class VaultGroup:
         """Begins to make the stream of a vault."""
         vault = self._vaults[node_id] = _NodeVault(actor)
         vault.opening = asyncio.create_task(self._open_stream(node_id, vault))
-        vault.opening.add_done_callback(lambda done: done.cancelled() or done.exception())
+        vault.opening.add_done_callback(_retrieve)
 
     async def open(self, node_ids: Sequence[str]) -> dict[str, str]:
         """Starts a vault on each of these nodes that has none; the addresses by node. Raises
@@ -263,6 +263,7 @@ class VaultGroup:
         vault.life = asyncio.gather(
             self._watch(vault.actor, vault.link), self._await_fence(vault.link)
         )
+        vault.life.add_done_callback(_retrieve)
         await vault.link.attached()
         return vault.address.vault
 
@@ -310,3 +311,9 @@ class VaultGroup:
         except ACTOR_LOST as error:
             raise VaultLostError(death_cause(error)) from None
         self._shared_peers = vaults
+
+
+def _retrieve(done: asyncio.Future[Any]) -> None:
+    """Tells asyncio that the error of a future is known to those that wait for it."""
+    if not done.cancelled():
+        done.exception()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -10,9 +9,8 @@ from itertools import count
 from time import time
 from typing import TYPE_CHECKING, Any
 
-from rayzero.orchestrator.aio import WORKER_POLL_S
-from rayzero.orchestrator.control.calls import Calls, WorkerUnavailableError, timeout_reason
-from rayzero.orchestrator.control.inbox import SILENCE_GRACE_S, UndeliveredLines
+from rayzero.orchestrator.control.calls import Calls, WorkerUnavailableError
+from rayzero.orchestrator.control.inbox import WorkerInbox
 from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.control.role_worker import RoleViews, RoleWorker
@@ -89,6 +87,10 @@ class RolePool:
             self._faults = past.faults_on_clock(self._loop.now_s(), time())
         recovery = self.plan.spec.recovery
         self._budget = FaultBudget(recovery.max_faults, recovery.fault_window_s)
+        patience_s = self.plan.worker_spec.patience_s
+        self._inbox = WorkerInbox(
+            self._loop, self._members, self._group, patience_s, self._on_message, self._on_lost
+        )
 
     @property
     def name(self) -> str:
@@ -114,7 +116,7 @@ class RolePool:
         Raises:
             JobFailedError: fewer than the least number could start.
         """
-        self._loop.spawn(self._receive())
+        self._inbox.start(())
         try:
             need = replace(self.plan.resources, min_workers=self.least, max_workers=self.least)
             first = await self._group.start_workers(need, self._on_start_failed, self._on_waiting)
@@ -190,7 +192,7 @@ class RolePool:
             info = self._spares.pop(0)
             taken = self.finished.union(worker.number for worker in self.workers.values())
             number = next(it for it in count() if it not in taken)
-            worker = RoleWorker(info, number, self._loop.now_s())
+            worker = RoleWorker(info, number)
             self.workers[info.index] = worker
             self._loop.spawn(self._begin(worker))
 
@@ -199,7 +201,7 @@ class RolePool:
         # The vault sees the process end, at once.
         if not await self._vaults.open_with_retries(info.node_id, lambda: self._has(worker)):
             return
-        self._group.subscribe([info.index])
+        self._inbox.subscribe([info.index])
         worker.view = self._views.of(worker)
         try:
             await self._calls.worker(info.index, RoleCalls.begin, worker.number, worker.view)
@@ -214,25 +216,9 @@ class RolePool:
     def _has(self, worker: RoleWorker) -> bool:
         return self.workers.get(worker.info.index) is worker
 
-    async def _receive(self) -> None:
-        lines = UndeliveredLines()
-        while True:
-            reports = await self._group.receive()
-            bounded = [(index, lines.receive(index, its)) for index, its in reports.messages]
-            for index, messages in bounded:
-                worker = self.workers.get(index)
-                if worker is not None:
-                    worker.heard_at_s = self._loop.now_s()
-                for message in messages:
-                    if isinstance(message, LogLine):
-                        lines.deliver(message)
-                    if worker is not None:
-                        self._on_message(worker, message)
-                await asyncio.sleep(0)  # a fault of the trainer may be waiting
-            for index, cause in reports.lost:
-                self._on_lost(index, cause)
-
-    def _on_message(self, worker: RoleWorker, message: ReceivedMessage) -> None:
+    def _on_message(self, index: int, message: ReceivedMessage) -> None:
+        if (worker := self.workers.get(index)) is None:
+            return  # it was lost, or ended
         match message:
             case LogLine() | RoleReport():
                 self._events.emit(message)
@@ -379,17 +365,15 @@ class RolePool:
 
     async def _watch(self) -> None:
         """Reports silent processes, workers on draining nodes, and a lack of workers."""
-        limit_s = WORKER_POLL_S + self.plan.worker_spec.patience_s + SILENCE_GRACE_S
         enough_at_s = self._loop.now_s()
         while True:
             await self._loop.sleep(CHECK_INTERVAL_S)
             now_s = self._loop.now_s()
             draining = self._members.registry.draining_nodes  # the ranks ask the cluster
             await self._group.leave_nodes(draining)
-            for index, worker in tuple(self.workers.items()):
-                if now_s - worker.heard_at_s > limit_s:
-                    self._on_lost(index, timeout_reason(limit_s))
-                elif worker.info.node_id in draining:
+            self._inbox.expire_silent()
+            for worker in tuple(self.workers.values()):
+                if worker.info.node_id in draining:
                     self._on_fault(worker, FaultCause.PREEMPTED, "its node is draining")
             ready, returned = self.running, len(self.finished)
             # The ranks wait for what a function that takes tasks would have made.

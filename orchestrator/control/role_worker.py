@@ -22,7 +22,6 @@ class RoleWorker:
 
     info: WorkerInfo
     number: int
-    heard_at_s: float
     view: RoleView = field(default_factory=RoleView)
     """The newest that it has, or is being sent."""
     has_begun: bool = False

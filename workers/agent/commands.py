@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rayzero.engine.errors import RayzeroError
-from rayzero.workers.agent.link import Obedience, WorkerCommand
+from rayzero.workers.agent.link import Obedience, WorkerCommand, unpack_call
 
 COMMAND_THREADS = 3
 """Of commands that run concurrently: salvage may take long, and stacks must not wait for it."""
@@ -61,7 +61,7 @@ class CommandRunner:
     def _run(self, command: WorkerCommand) -> None:
         if command.controller != self._obedience.obeyed:
             return  # it has lost the job since
-        method, arguments = pickle.loads(command.call)
+        method, arguments = unpack_call(command.call)
         own = pickle.loads(command.own)
         reply = run_call(self._target, method, (*arguments, *own))
         self._answer(pickle.dumps((command.controller.controller, command.number, reply)))

@@ -6,6 +6,7 @@ import asyncio
 import os
 import pickle
 import socket
+import time
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -121,6 +122,21 @@ async def test_silent_connection_is_made_anew(monkeypatch: pytest.MonkeyPatch):
             assert await within(reply) == 1
         assert commands.calls == [1]
         await proxy.close()
+
+
+async def test_controller_that_was_busy_keeps_its_connections(monkeypatch: pytest.MonkeyPatch):
+    """What came while it did not look is read before a silence is counted."""
+    monkeypatch.setattr(node_links, "SILENT_S", 0.3)
+    monkeypatch.setattr(node_agent, "BEAT_S", 0.05)
+    with agent(Commands()) as (_, address):
+        async with linked(address) as link:
+            await within(link.attached())
+            hello = link.hello
+            for _ in range(3):
+                time.sleep(0.6)  # the whole loop
+                await asyncio.sleep(0.02)
+            await within(link.call("note", 1))
+            assert link.hello is hello, "the same connection"
 
 
 async def test_end_of_the_process_ends_the_stream(monkeypatch: pytest.MonkeyPatch):
