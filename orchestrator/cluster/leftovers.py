@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from rayzero.orchestrator.policies.attachment import (
     newest_member,
 )
 from rayzero.workers.lifetimes import VAULT, Owned, find_owned
+from rayzero.workers.messages import WorkerInfo
 from rayzero.workers.worker_status import WorkerStatus
 
 _ASK_PAUSE_S = 0.2
@@ -46,36 +47,34 @@ class Inherited:
         await _end(set(self.vaults) - {*kept})
         return kept
 
-    async def end_workers(self, keep: Iterable[Owned] = ()) -> None:
-        """Ends the workers and the groups but these. Waits until the workers have ended."""
-        ended = [it for it in (*self.groups, *self.workers) if it not in {*keep}]
-        actors = await asyncio.to_thread(_actors, [it for it in ended if not it.group])
-        await _end(ended)
-        await wait_gone(actor.describe for actor in actors)
+    async def end_workers(self) -> None:
+        """Ends the workers and the groups. Waits until the workers have ended."""
+        actors = await asyncio.to_thread(_actors, self.workers)
+        await _end((*self.groups, *self.workers))
+        await wait_gone(actor.describe for actor in actors.values())
 
-    async def find_living(self, run: str, limit_s: float) -> LivingWorkers | None:
+    async def find_living(
+        self, run: str, limit_s: float, first_limit_s: float
+    ) -> LivingWorkers | None:
         """The workers of a run that train on, if there are some. The others, and those of other
-        runs, are ended."""
+        runs, are ended.
+
+        Args:
+            limit_s: how long the others may take to answer, once one has.
+            first_limit_s: how long the first one may take: if none answers, all are ended.
+        """
         own = [worker for worker in self.workers if worker.run == run]
         actors = await asyncio.to_thread(_actors, own)
-        answers = await asyncio.gather(*(_ask(actor, limit_s) for actor in actors))
-        living = {
-            status.info.index: (status, actor)
-            for status, actor in zip(answers, actors, strict=True)
-            if status is not None
-        }
-        statuses = [status for status, _ in living.values()]
-        newest = newest_member(statuses)
-        if newest is None:
-            return None
-        members = await asyncio.wait_for(living[newest.info.index][1].members.remote(), limit_s)
+        statuses, members = await _ask_all(actors, limit_s, first_limit_s)
         found = find_attachment(statuses, members)
         if found is None:
             return None
+        workers = tuple((status, actors[status.info.index]) for status in statuses)
         groups = [group for group in self.groups if group.run == run]
-        kept = [worker for worker in own if int(worker.what) in living]
-        await self.end_workers(keep=[*kept, *groups])
-        return LivingWorkers(found, tuple(living.values()), tuple(it.group for it in groups))
+        living = {status.info.index for status in statuses}
+        kept = {*groups, *(worker for worker in own if int(worker.what) in living)}
+        await _end(it for it in (*self.groups, *self.workers) if it not in kept)
+        return LivingWorkers(found, workers, tuple(it.group for it in groups))
 
 
 @dataclass(frozen=True)
@@ -102,16 +101,58 @@ async def find_inherited(job: str) -> Inherited:
     return Inherited(vaults, workers, groups)
 
 
-async def _ask(actor: Any, limit_s: float) -> WorkerStatus | None:
-    """None if its process has ended, is not ready, or does not answer in time."""
-    with suppress(RayError, TimeoutError):
-        async with asyncio.timeout(limit_s):
-            while True:
-                try:
-                    status: WorkerStatus | None = await actor.status.remote()
-                    return status
-                except ActorUnavailableError:  # Ray does not know yet whether it lives
-                    await asyncio.sleep(_ASK_PAUSE_S)
+async def _ask_all(
+    actors: Mapping[int, Any], limit_s: float, first_limit_s: float
+) -> tuple[list[WorkerStatus], tuple[WorkerInfo, ...]]:
+    """The workers that live, and the members of their newest generation, by rank; none if no
+    function has been called. Limits as of `find_living`. Once all members have answered or ended,
+    the others, some of which only start, have as long again."""
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    until_s = began_s + first_limit_s
+    pending = {index: loop.create_task(_ask(actor.status)) for index, actor in actors.items()}
+    statuses: dict[int, WorkerStatus] = {}
+    generation = 0
+    members: tuple[WorkerInfo, ...] = ()
+    while pending:
+        left_s = max(0.0, until_s - loop.time())
+        done, _ = await asyncio.wait(
+            pending.values(), timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not done:
+            break
+        for index in [index for index, task in pending.items() if task in done]:
+            if (status := pending.pop(index).result()) is not None:
+                statuses[index] = status
+                until_s = min(until_s, loop.time() + limit_s)
+        while (newest := newest_member(statuses.values())) and newest.generation > generation:
+            index = newest.info.index
+            if (answer := await _within(limit_s, _ask(actors[index].members))) is None:
+                del statuses[index]  # it has ended meanwhile
+            else:
+                generation = newest.generation
+                members = answer
+        if members and not any(it.index in pending for it in members):
+            until_s = min(until_s, 2 * loop.time() - began_s)
+    for task in pending.values():
+        task.cancel()
+    return [*statuses.values()], members
+
+
+async def _within(limit_s: float, answer: Awaitable[Any]) -> Any:
+    with suppress(TimeoutError):
+        return await asyncio.wait_for(answer, limit_s)
+    return None
+
+
+async def _ask(method: Any) -> Any:
+    """None if the actor's process has ended, or is not ready."""
+    with suppress(RayError):
+        while True:
+            try:
+                return await method.remote()
+            except ActorUnavailableError:  # Ray does not know yet whether it lives
+                await asyncio.sleep(_ASK_PAUSE_S)
     return None
 
 
@@ -120,9 +161,10 @@ async def _end(owned: Iterable[Owned]) -> None:
         await asyncio.to_thread(it.end)
 
 
-def _actors(workers: Sequence[Owned]) -> list[Any]:
-    actors = []
+def _actors(workers: Sequence[Owned]) -> dict[int, Any]:
+    """By index."""
+    actors = {}
     for worker in workers:
         with suppress(ValueError):  # it has ended
-            actors.append(worker.actor())
+            actors[int(worker.what)] = worker.actor()
     return actors
