@@ -26,12 +26,18 @@ from rayzero.orchestrator.policies.placement import Capacity, ResourceRequest, p
 from rayzero.workers.actor import ACTOR_THREADS
 from rayzero.workers.fork_server import worker_executable
 from rayzero.workers.lifetimes import NAMESPACE, group_of_id, owned_name, parse_owned
-from rayzero.workers.messages import WorkerInfo, WorkerSpec
+from rayzero.workers.messages import RoleWorkerSpec, WorkerInfo, WorkerSpec
 from rayzero.workers.worker_status import WorkerStatus
 
 _NODE_LABEL = "ray.io/node-id"  # Ray sets it on every node
 _MAX_START_BACKOFF_S = 60.0
 """Longest delay before another start in a reservation in which workers do not start."""
+_ROLE_END = ":"  # in what a placement group is called, after its role
+
+
+def role_of_reservation(what: str) -> str:
+    """The role of the worker that a placement group, called so, is for; empty: a rank's."""
+    return what.rpartition(_ROLE_END)[0]
 
 
 @dataclass(eq=False)
@@ -82,6 +88,9 @@ class ActorPool:
     Args:
         vaults: a node's vault is started together with its first worker.
         actor: the workers' class.
+
+    Attributes:
+        role: of its workers; empty: they are for ranks.
     """
 
     def __init__(
@@ -93,6 +102,7 @@ class ActorPool:
         actor: type[Any],
     ) -> None:
         self._worker_spec = setup
+        self.role = setup.role if isinstance(setup, RoleWorkerSpec) else ""
         self._clock = clock
         self._vaults = vaults
         self._actor = ray.remote(actor)
@@ -261,7 +271,7 @@ class ActorPool:
         group: PlacementGroup = placement_group(
             [bundle],
             strategy="STRICT_PACK",
-            name=self._name(secrets.token_hex(8)),
+            name=self._name(f"{self.role}{_ROLE_END}{secrets.token_hex(8)}"),
             lifetime="detached",
             _soft_target_node_id=target,
             bundle_label_selector=[avoid_label] if avoid else None,

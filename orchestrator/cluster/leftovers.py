@@ -10,7 +10,9 @@ from typing import Any
 
 from ray.exceptions import ActorUnavailableError, RayError
 
+from rayzero.orchestrator.cluster.actor_pool import role_of_reservation
 from rayzero.orchestrator.cluster.ray_api import wait_gone
+from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 from rayzero.orchestrator.policies.attachment import (
     Attachment,
     find_attachment,
@@ -72,10 +74,10 @@ class Inherited:
         found = find_attachment(statuses, members)
         if found is None:
             return None
-        groups = [group for group in self.groups if group.run == run]
+        groups = tuple(group for group in self.groups if group.run == run)
         kept = [worker for worker in own if int(worker.what) in living]
         await self.end_workers(keep=[*kept, *groups])
-        return LivingWorkers(found, tuple(living.values()), tuple(it.group for it in groups))
+        return LivingWorkers(found, tuple(living.values()), groups)
 
 
 @dataclass(frozen=True)
@@ -84,12 +86,19 @@ class LivingWorkers:
 
     Args:
         workers: each with its actor.
-        groups: the ids of their placement groups, and of those that wait for a worker.
+        groups: their placement groups, and those that wait for a worker.
     """
 
     found: Attachment
     workers: tuple[tuple[WorkerStatus, Any], ...]
-    groups: tuple[str, ...]
+    groups: tuple[Owned, ...]
+
+    def hand_over(self, group: WorkerGroup) -> None:
+        """Has a group own its part of them."""
+        role = group.role
+        workers = [it for it in self.workers if it[0].role == role]
+        groups = [it.group for it in self.groups if role_of_reservation(it.what) == role]
+        group.adopt(workers, groups)
 
 
 async def find_inherited(job: str) -> Inherited:

@@ -46,11 +46,8 @@ async def take_over(
         RayzeroError: as `acquire_lease` and `load_past_runs`.
     """
     inherited = await find_inherited(plan.spec.name)
-    # Rollouts in a vault belong to the process that has opened them: with roles none is kept.
-    living = None
-    if not plan.roles:
-        limit_s = reply_limit_s(plan.worker_spec.patience_s)
-        living = await inherited.find_living(plan.worker_spec.run, limit_s)
+    limit_s = reply_limit_s(plan.worker_spec.patience_s)
+    living = await inherited.find_living(plan.worker_spec.run, limit_s)
     lease = begin_lease(living is not None)
     if living is None:
         await asyncio.to_thread(lease.wait)
@@ -63,6 +60,6 @@ async def take_over(
         epoch = (await asyncio.to_thread(lease.wait)).epoch
     else:
         epoch = await asyncio.to_thread(next_epoch, plan.job_folder)
-    continued = past.lost.run if past.lost is not None and not plan.roles else ""
+    continued = past.lost.run if past.lost is not None else ""
     vaults = await inherited.end_vaults(continued)
     return Takeover(past, vaults, living, inherited.first_index, epoch)
