@@ -225,8 +225,7 @@ class Vault:
         if rollouts is None:
             raise VaultGoneError("this vault has no buffer of rollouts")
         rollouts.publish(generation, version)
-        for worker in lost:
-            rollouts.lose(worker)
+        rollouts.lose(lost)
         try:
             return rollouts.counts()
         except TimeoutError:
