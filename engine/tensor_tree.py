@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+_PLAIN = frozenset((str, bytes, int, float, bool, type(None)))
+
 
 def iter_tensors(value: Any) -> Iterator[Tensor]:
     """Every tensor in nested mappings, lists, tuples and dataclasses, in order."""
@@ -63,6 +65,8 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 def _children(value: Any) -> Sequence[tuple[Any, Any]]:
     """(key, child) of each child of a container; none for other values."""
+    if type(value) in _PLAIN:  # `Mapping` is slow to ask, and a batch has thousands of texts
+        return ()
     if isinstance(value, list | tuple):
         return list(enumerate(value))
     if isinstance(value, dict | Mapping):  # `dict` first: an abstract class is slow to ask

@@ -87,12 +87,11 @@ def inspect_command(
     from rayzero.engine.data.streams.sources.file_blocks import blocks
 
     with _log_on_stderr():
-        opened = blocks(
+        source = blocks(
             paths if len(paths) > 1 else paths[0],
             columns.split(",") if columns is not None else None,
             cast("FormatName | None", kind),
         )
-    source = cast("FileBlocks | ImageFolder", opened)
     value = _describe(source)
     if step is not None and batch is not None:
         value["step"] = {"step": step, "train_batch_size": batch, "seed": seed, "window": window}

@@ -25,19 +25,13 @@ from rayzero.orchestrator.errors import WorkerLostError
 from rayzero.orchestrator.policies.placement import Capacity, ResourceRequest, preferred_nodes
 from rayzero.workers.actor import ACTOR_THREADS
 from rayzero.workers.fork_server import worker_executable
-from rayzero.workers.lifetimes import NAMESPACE, group_of_id, owned_name, parse_owned
+from rayzero.workers.lifetimes import NAMESPACE, group_of_id, name_in_run, owned_name, parse_owned
 from rayzero.workers.messages import RoleWorkerSpec, WorkerInfo, WorkerSpec
 from rayzero.workers.worker_status import WorkerStatus
 
 _NODE_LABEL = "ray.io/node-id"  # Ray sets it on every node
 _MAX_START_BACKOFF_S = 60.0
 """Longest delay before another start in a reservation in which workers do not start."""
-_ROLE_END = ":"  # in what a placement group is called, after its role
-
-
-def role_of_reservation(what: str) -> str:
-    """The role of the worker that a placement group, called so, is for; empty: a rank's."""
-    return what.rpartition(_ROLE_END)[0]
 
 
 @dataclass(eq=False)
@@ -271,7 +265,7 @@ class ActorPool:
         group: PlacementGroup = placement_group(
             [bundle],
             strategy="STRICT_PACK",
-            name=self._name(f"{self.role}{_ROLE_END}{secrets.token_hex(8)}"),
+            name=self._name(secrets.token_hex(8)),
             lifetime="detached",
             _soft_target_node_id=target,
             bundle_label_selector=[avoid_label] if avoid else None,
@@ -303,5 +297,6 @@ class ActorPool:
         reservation.worker = index
         return worker
 
-    def _name(self, what: str) -> str:
-        return owned_name(self._worker_spec.name, self._worker_spec.run, what)
+    def _name(self, name: str) -> str:
+        spec = self._worker_spec
+        return owned_name(spec.name, spec.run, name_in_run(self.role, name))

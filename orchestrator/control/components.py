@@ -95,9 +95,8 @@ class Components:
         )
         versions = self._build_roles(plan, deps, calls)
         injector = self.injector = ClusterFaultInjector(
-            plan, loop, members, calls, groups, events, progress
+            plan, loop, members, calls, groups, events, progress, self.roles
         )
-        injector.roles = self.roles
         committed = injector.on_checkpoint_committed
         checkpoints = self.checkpoints = CheckpointWriter(
             plan, loop, groups, deps.checkpoint_store, events, progress, committed

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from rayzero.orchestrator.aio import WORKER_POLL_S
-from rayzero.orchestrator.control.calls import Calls, WorkerUnavailableError, timeout_reason
-from rayzero.orchestrator.control.inbox import SILENCE_GRACE_S, UndeliveredLines
+from rayzero.orchestrator.control.calls import Calls, WorkerUnavailableError
+from rayzero.orchestrator.control.inbox import WorkerInbox
 from rayzero.orchestrator.control.loop import JobLoop
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.control.role_budget import RoleBudget
@@ -84,6 +82,10 @@ class RolePool:
         past = self._events.facts.roles.get(self.plan.name)
         if past is not None:  # of the run that is adopted
             self.least, self.most = past.scaled or (self.least, self.most)
+        patience_s = self.plan.worker_spec.patience_s
+        self._inbox = WorkerInbox(
+            self._loop, self._members, self._group, patience_s, self._on_message, self._on_lost
+        )
 
     @property
     def name(self) -> str:
@@ -109,7 +111,7 @@ class RolePool:
         Raises:
             JobFailedError: fewer than the least number could start.
         """
-        self._loop.spawn(self._receive())
+        self._inbox.start(())
         try:
             need = replace(self.plan.resources, min_workers=self.least, max_workers=self.least)
             first = await self._group.start_workers(need, self._on_start_failed, self._on_waiting)
@@ -127,16 +129,15 @@ class RolePool:
             self.finished.update(past.returned)
         for status in sorted(found, key=lambda it: it.info.index, reverse=True):
             self._take_over(status)
+        self._inbox.start(self.workers)
         for status in found:
-            if (worker := self.workers.get(status.info.index)) is not None:
-                for message in status.messages:
-                    self._on_message(worker, message)
+            for message in status.messages:
+                self._on_message(status.info.index, message)
         self._end_surplus()
         self._begin_spares()
         self._on_change()
         most = self.most + self.plan.spec.workers.spares - len(self.finished)
         self._group.resume(replace(self.plan.resources, min_workers=self.least, max_workers=most))
-        self._loop.spawn(self._receive())
         await self._keep_running()
 
     async def _keep_running(self) -> None:
@@ -211,7 +212,7 @@ class RolePool:
             self._views.rollouts.on_worker_lost(info.index)
             self._loop.spawn(self._replace(info, 0.0))
             return
-        worker = RoleWorker(info, number, self._loop.now_s(), has_begun=True)
+        worker = RoleWorker(info, number, has_begun=True)
         self.workers[info.index] = worker
         self._loop.spawn(self._views.keep(worker, self._calls, lambda: self._has(worker)))
 
@@ -226,7 +227,7 @@ class RolePool:
             info = self._spares.pop(0)
             taken = self.finished.union(worker.number for worker in self.workers.values())
             number = next(it for it in count() if it not in taken)
-            worker = RoleWorker(info, number, self._loop.now_s())
+            worker = RoleWorker(info, number)
             self.workers[info.index] = worker
             self._loop.spawn(self._begin(worker))
 
@@ -235,7 +236,7 @@ class RolePool:
         # The vault sees the process end, at once.
         if not await self._vaults.open_with_retries(info.node_id, lambda: self._has(worker)):
             return
-        self._group.subscribe([info.index])
+        self._inbox.subscribe([info.index])
         worker.view = self._views.of(worker)
         try:
             await self._calls.worker(info.index, RoleCalls.begin, worker.number, worker.view)
@@ -250,25 +251,9 @@ class RolePool:
     def _has(self, worker: RoleWorker) -> bool:
         return self.workers.get(worker.info.index) is worker
 
-    async def _receive(self) -> None:
-        lines = UndeliveredLines()
-        while True:
-            reports = await self._group.receive()
-            bounded = [(index, lines.receive(index, its)) for index, its in reports.messages]
-            for index, messages in bounded:
-                worker = self.workers.get(index)
-                if worker is not None:
-                    worker.heard_at_s = self._loop.now_s()
-                for message in messages:
-                    if isinstance(message, LogLine):
-                        lines.deliver(message)
-                    if worker is not None:
-                        self._on_message(worker, message)
-                await asyncio.sleep(0)  # a fault of the trainer may be waiting
-            for index, cause in reports.lost:
-                self._on_lost(index, cause)
-
-    def _on_message(self, worker: RoleWorker, message: ReceivedMessage) -> None:
+    def _on_message(self, index: int, message: ReceivedMessage) -> None:
+        if (worker := self.workers.get(index)) is None:
+            return  # it was lost, or ended
         match message:
             case LogLine() | RoleReport():
                 self._events.emit(message)
@@ -377,17 +362,15 @@ class RolePool:
 
     async def _watch(self) -> None:
         """Reports silent processes, workers on draining nodes, and a lack of workers."""
-        limit_s = WORKER_POLL_S + self.plan.worker_spec.patience_s + SILENCE_GRACE_S
         enough_at_s = self._loop.now_s()
         while True:
             await self._loop.sleep(CHECK_INTERVAL_S)
             now_s = self._loop.now_s()
             draining = self._members.registry.draining_nodes  # the ranks ask the cluster
             await self._group.leave_nodes(draining)
-            for index, worker in tuple(self.workers.items()):
-                if now_s - worker.heard_at_s > limit_s:
-                    self._on_lost(index, timeout_reason(limit_s))
-                elif worker.info.node_id in draining:
+            self._inbox.expire_silent()
+            for worker in tuple(self.workers.values()):
+                if worker.info.node_id in draining:
                     self._on_fault(worker, FaultCause.PREEMPTED, "its node is draining")
             ready, returned = self.running, len(self.finished)
             # The ranks wait for what a function that takes tasks would have made.

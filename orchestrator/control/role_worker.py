@@ -22,7 +22,6 @@ class RoleWorker:
 
     info: WorkerInfo
     number: int
-    heard_at_s: float
     view: RoleView | None = None
     """The newest that it has, or is being sent; None: unknown."""
     has_begun: bool = False

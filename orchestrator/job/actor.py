@@ -214,8 +214,7 @@ class JobActor:
                 await asyncio.to_thread(end_owned, self._plan.spec.name, run)
 
     def _begin_lease(self, trains: bool) -> AwaitedLease:
-        """Begins to acquire the folder's lease. A job that trains needs it to store its end, too,
-        if it is stopped meanwhile."""
+        """Begins to acquire the folder's lease."""
         spec = self._plan.spec
 
         def give_up(error: RayzeroError) -> None:
@@ -227,13 +226,16 @@ class JobActor:
             spec.name,
             spec.checkpoint.lease_s,
             self._warn,
-            lambda: self._stop_requested and not trains,
+            None if trains else self._is_stopped,
             run=self._plan.worker_spec.run,
             on_lost=give_up,
             on_removed=lambda: self._loop.call_soon_threadsafe(self._write_folder_again),
         )
         self._lease = AwaitedLease(acquire, give_up)
         return self._lease
+
+    def _is_stopped(self) -> bool:
+        return self._stop_requested
 
     def _check_lease(self) -> None:
         """Raises as `AwaitedLease.check`. Called by threads that write."""
@@ -261,7 +263,7 @@ class JobActor:
 
     async def _run_job(self) -> JobResult:
         plan = self._plan
-        taken = await take_over(plan, self._begin_lease, self._warn)
+        taken = await take_over(plan, self._begin_lease, self._warn, self._is_stopped)
         orphan_s = plan.spec.recovery.orphan_s
         vaults = self._vaults = VaultGroup(
             plan.worker_spec, taken.epoch, orphan_s, end_fenced_process

@@ -7,8 +7,9 @@ micro-batch are copied out of it once, into the batch. Imports torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,14 @@ from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
 Integers = NDArray[np.int64]
+
+_TEXTS: dict[pa.DataType, tuple[Callable[[memoryview], Any], type[np.integer[Any]]]] = {
+    pa.string(): (partial(str, encoding="utf-8"), np.int32),
+    pa.large_string(): (partial(str, encoding="utf-8"), np.int64),
+    pa.binary(): (bytes, np.int32),
+    pa.large_binary(): (bytes, np.int64),
+}
+"""What makes a value of its bytes, and the type of the offsets."""
 
 
 class BlockInMemory:
@@ -53,7 +62,7 @@ class BlockRows:
     def column(self, name: str) -> list[Any]:
         """The values of a column, one a row."""
         if (array := self.block.arrays.get(name)) is None:
-            return column_values(self.block.table[name].take(pa.array(self.rows)))
+            return column_values(self.block.table[name], self.rows)
         values = array[self.rows]
         return values.tolist() if array.ndim == 1 else list(values)
 
@@ -115,11 +124,22 @@ def _allocate(shape: tuple[int, ...], kind: np.dtype[Any]) -> NDArray[Any]:
     return np.frombuffer(memory, kind, count).reshape(shape)
 
 
-def column_values(column: pa.ChunkedArray) -> list[Any]:
-    """Python values of a column; numpy arrays of lists of numbers."""
-    if _has_numbers(column.type):
-        return [_number_list(scalar) for scalar in column]
-    return column.to_pylist()  # type: ignore[no-any-return]
+def column_values(column: pa.ChunkedArray, rows: Integers) -> list[Any]:
+    """Python values of some rows of a column; numpy arrays of lists of numbers."""
+    kind = column.type
+    if kind in _TEXTS and column.num_chunks == 1 and not column.null_count:
+        # Copied once, out of the column: `take` would copy them before.
+        make, offset_type = _TEXTS[kind]
+        chunk = column.chunk(0)
+        _, ends, content = chunk.buffers()
+        offsets = np.frombuffer(ends, offset_type)[chunk.offset :]
+        view = memoryview(content or b"")
+        begins, ends = offsets[rows].tolist(), offsets[rows + 1].tolist()
+        return [make(view[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+    taken = column.take(pa.array(rows))
+    if _has_numbers(kind):
+        return [_number_list(scalar) for scalar in taken]
+    return taken.to_pylist()  # type: ignore[no-any-return]
 
 
 def _as_array(column: pa.ChunkedArray) -> NDArray[Any] | None:

@@ -69,7 +69,9 @@ def test_row_groups_are_read_lazily_and_cached(
         return real(*args, **kwargs)
 
     data = ParquetTokens(tmp_path / "data", 3, cached_row_groups=1)
-    monkeypatch.setattr("rayzero.engine.data.dataset.pq.ParquetFile", open_and_count)
+    monkeypatch.setattr(
+        "rayzero.engine.data.streams.sources.formats.pq.ParquetFile", open_and_count
+    )
     assert data.num_tokens == 100  # read from the footers
     assert opened == []
     data[0], data[1], data[0]
@@ -106,14 +108,14 @@ def table(**columns: list[Any]) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("put", "message"),
     [
-        (lambda path: None, "no data at .*data"),
-        (Path.mkdir, "no Parquet shards"),
-        (put_text, r"data cannot be read"),
-        (table(words=["a"]), "has the columns \\['words'\\]"),
+        (lambda path: None, "no files at .*data"),
+        (Path.mkdir, "no files at"),
+        (put_text, "data is damaged"),
+        (table(words=["a"]), "no columns \\['tokens'\\], but \\['words'\\]"),
         (table(tokens=[0.5]), "of type double"),
         (table(tokens=[[1, 2], [3]]), "of type list"),
         (lambda path: write(path, np.arange(2, dtype=np.uint8)), "holds 2 tokens"),
-        (lambda path: write(path, np.empty(0, dtype=np.uint8)), "holds 0 tokens"),
+        (lambda path: write(path, np.empty(0, dtype=np.uint8)), "has no rows"),
         (table(tokens=[1, None, 3]), "1 missing tokens"),
     ],
 )
@@ -126,7 +128,7 @@ def test_invalid_data(tmp_path: Path, put: Callable[[Path], None], message: str)
 
 
 def test_invalid_arguments(tmp_path: Path, stream: np.ndarray) -> None:
-    with pytest.raises(DataError, match="no Parquet shards"):
+    with pytest.raises(DataError, match="no files at"):
         ParquetTokens(str(tmp_path / "*.parquet"), 2)
     with pytest.raises(ConfigError, match="context is 0"):
         ParquetTokens(tmp_path / "data", 0)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from rayzero.engine.checkpoint.store import is_remote
-from rayzero.engine.data.streams.block import BlockSource
 from rayzero.engine.data.streams.sources.files import (
+    FileSource,
     Paths,
     SourceFile,
-    SourceReader,
     list_files,
     read_checked,
 )
@@ -46,7 +45,7 @@ _SUFFIXES: dict[FormatName, tuple[str, ...]] = {
 }
 
 
-class FileBlocks:
+class FileBlocks(FileSource):
     """The blocks of files, in the sequence of the files and of the blocks in them.
 
     A change that keeps size and time of a file is found by checksums: of JSON lines, gzip,
@@ -55,7 +54,6 @@ class FileBlocks:
 
     Attributes:
         counts: int64, shape (blocks,).
-        schema: the columns of every block.
     """
 
     def __init__(
@@ -67,40 +65,22 @@ class FileBlocks:
         columns: Sequence[str] | None,
         retry_s: float,
     ) -> None:
-        self.name = name
+        super().__init__(name, files, index.schema, columns, retry_s)
         self.counts = count_rows(index)
-        self.schema = _select(index.schema, columns, name)
-        self._files = files
         self._form = form
         self._index = index
-        self._retry_s = retry_s
 
     def read(self, block: int) -> pa.Table:
         """All rows of a block. Thread-safe. Raises DataError, which names the file and the block,
         if the file has changed, vanished or is damaged, or its store fails for `retry_s`."""
         number, place = block_at(self._index, block)
-
-        def read(reader: SourceReader) -> pa.Table:
-            table = self._form.read(reader, place, self.schema)
-            if len(table) != place.rows:
-                raise ValueError(f"it has {len(table)} rows, {place.rows} when it was indexed")
-            return table
-
-        file = self._files[number]
-        return read_checked(file, self._form.describe(place), read, self._retry_s)
+        read = partial(self._form.read, block=place, schema=self.schema)
+        where = self._form.describe(place)
+        return read_checked(self.files[number], where, read, self._retry_s)
 
     def describe(self, block: int) -> str:
         number, place = block_at(self._index, block)
-        return f"{self._files[number].url}, {self._form.describe(place)}"
-
-    @property
-    def is_local(self) -> bool:
-        """Whether files are read from folders: reads take a core, rather than wait."""
-        return not any(is_remote(file.store.url) for file in self._files)
-
-    @property
-    def files(self) -> Sequence[SourceFile]:
-        return self._files
+        return f"{self.files[number].url}, {self._form.describe(place)}"
 
     @property
     def file_numbers(self) -> NDArray[np.int32]:
@@ -109,14 +89,9 @@ class FileBlocks:
 
     @property
     def fingerprint(self) -> str:
-        listing = listing_digest(self._files, self._form.options)
+        listing = listing_digest(self.files, self._form.options)
         counts = xxhash.xxh3_128_hexdigest(self.counts.tobytes())
         return xxhash.xxh3_128_hexdigest(f"{listing} {counts} {self.schema}".encode())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        columns = self.schema.names
-        arguments = (self.name, self._files, self._form, self._index, columns, self._retry_s)
-        return type(self), arguments
 
 
 def blocks(
@@ -128,7 +103,7 @@ def blocks(
     block_bytes: int = BLOCK_BYTES,
     schema: pa.Schema | None = None,
     retry_s: float = RETRY_S,
-) -> BlockSource:
+) -> FileBlocks | ImageFolder:
     """Open files as a source for `rayzero.data.stream` and `rayzero.data.mix`.
 
     Args:
@@ -190,13 +165,3 @@ def _guess_format(files: Sequence[SourceFile]) -> FormatName:
 
 def _of_format(files: Sequence[SourceFile], name: FormatName) -> list[SourceFile]:
     return [file for file in files if file.name.lower().endswith(_SUFFIXES[name])]
-
-
-def _select(schema: pa.Schema, columns: Sequence[str] | None, name: str) -> pa.Schema:
-    if columns is None:
-        return schema
-    if missing := [column for column in columns if column not in schema.names]:
-        raise DataError(
-            f"{name} has no columns {missing}", ", ".join(schema.names), "columns of blocks"
-        )
-    return pa.schema([schema.field(column) for column in columns])

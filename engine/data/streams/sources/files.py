@@ -66,6 +66,37 @@ class SourceFile:
         return _CODECS.get(self.name[self.name.rfind(".") :].lower(), "")
 
 
+class FileSource:
+    """A source of the rows of files.
+
+    Attributes:
+        files: as they were listed.
+        schema: the columns of every block.
+        is_local: files are read from folders: reads take a core, rather than wait.
+
+    Raises DataError if one of `columns` is not in the schema.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        files: Sequence[SourceFile],
+        schema: pa.Schema,
+        columns: Sequence[str] | None,
+        retry_s: float,
+    ) -> None:
+        chosen = schema.names if columns is None else columns
+        if missing := [column for column in chosen if column not in schema.names]:
+            raise DataError(
+                f"{name} has no columns {missing}", ", ".join(schema.names), "columns of blocks"
+            )
+        self.name = name
+        self.files = files
+        self.schema = pa.schema([schema.field(column) for column in chosen])
+        self.is_local = not any(is_remote(file.store.url) for file in files)
+        self._retry_s = retry_s
+
+
 class SourceReader(io.RawIOBase):
     """An open file. Each read that fails for a reason that may pass is repeated on a connection of
     its own, at growing intervals, until `retry_s` have passed since its first failure."""

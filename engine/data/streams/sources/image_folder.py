@@ -10,18 +10,21 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from rayzero.engine.checkpoint.store import is_remote
-from rayzero.engine.data.streams.sources.files import SourceFile, SourceReader, read_checked
+from rayzero.engine.data.streams.sources.files import (
+    FileSource,
+    SourceFile,
+    SourceReader,
+    read_checked,
+)
 from rayzero.engine.data.streams.sources.formats import join_values
 from rayzero.engine.data.streams.sources.index import listing_digest
-from rayzero.engine.errors import DataError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
 _SCHEMA = pa.schema([("image", pa.binary()), ("label", pa.int64()), ("path", pa.string())])
 _READS = 16  # files of a block at a time: each is a request
 
 
-class ImageFolder:
+class ImageFolder(FileSource):
     """Columns `image` (the bytes of the file; decoding is the user's transform), `label` and
     `path` (in the folder).
 
@@ -41,24 +44,18 @@ class ImageFolder:
         block_bytes: int,
         retry_s: float,
     ) -> None:
-        self.name = name
-        self._files = sorted(
+        by_hash = sorted(
             files, key=lambda file: (xxhash.xxh3_64_digest(file.name.encode()), file.url)
         )
+        super().__init__(name, by_hash, _SCHEMA, columns, retry_s)
         self.classes = sorted({_class_of(file) for file in files})
-        self._columns = _SCHEMA.names if columns is None else list(columns)
-        if unknown := [column for column in self._columns if column not in _SCHEMA.names]:
-            raise DataError(
-                f"images have no columns {unknown}", ", ".join(_SCHEMA.names), "columns of blocks"
-            )
-        self._starts = list(_cut(self._files, block_bytes))
+        self._starts = list(_cut(by_hash, block_bytes))
         self.counts: NDArray[np.int64] = np.diff([*self._starts, len(files)]).astype(np.int64)
-        self._retry_s = retry_s
 
     def read(self, block: int) -> pa.Table:
         """All rows of a block. Thread-safe. Raises DataError, which names the file, if one has
         changed or vanished, or its store fails for `retry_s`."""
-        files = self._files[self._starts[block] : self._starts[block] + int(self.counts[block])]
+        files = self.files[self._starts[block] : self._starts[block] + int(self.counts[block])]
 
         def read(file: SourceFile) -> memoryview:
             return read_checked(file, f"in block {block}", _read_all, self._retry_s)
@@ -69,7 +66,7 @@ class ImageFolder:
             "path": [file.name for file in files],
         }
         table = pa.table(columns, schema=_SCHEMA.remove(0))
-        if "image" in self._columns:
+        if "image" in self.schema.names:
             with ThreadPoolExecutor(_READS, "images") as pool:
                 try:
                     images = list(pool.map(read, files))
@@ -77,29 +74,16 @@ class ImageFolder:
                     pool.shutdown(wait=False, cancel_futures=True)
                     raise
             table = table.append_column(_SCHEMA.field(0), join_values(images))
-        return table.select(self._columns)
+        return table.select(self.schema.names)
 
     def describe(self, block: int) -> str:
-        first = self._files[self._starts[block]]
+        first = self.files[self._starts[block]]
         return f"block {block}: {self.counts[block]} images from {first.url}"
 
     @property
-    def is_local(self) -> bool:
-        """Whether files are read from folders: reads take a core, rather than wait."""
-        return not any(is_remote(file.store.url) for file in self._files)
-
-    @property
-    def files(self) -> Sequence[SourceFile]:
-        return self._files
-
-    @property
-    def schema(self) -> pa.Schema:
-        return pa.schema([_SCHEMA.field(name) for name in self._columns])
-
-    @property
     def fingerprint(self) -> str:
-        options = f"images {self._columns} {self.classes} {self._starts}"
-        return listing_digest(self._files, options)
+        options = f"images {self.schema.names} {self.classes} {self._starts}"
+        return listing_digest(self.files, options)
 
 
 def _read_all(reader: SourceReader) -> memoryview:

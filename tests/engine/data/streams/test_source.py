@@ -289,6 +289,15 @@ def test_columns_become_numbers_arrays_and_text() -> None:
     assert columns["gaps"][0] == [1, None]
 
 
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.large_binary()])
+def test_texts_are_those_of_pyarrow(kind: pa.DataType) -> None:
+    for texts in (["left out", "", "ä", "two words", ""], ["", "", ""]):
+        table = pa.table({"text": pa.array(texts, pa.string()).cast(kind)}).slice(1)
+        rows = np.array([1, 0, len(texts) - 2])
+        column = BlockRows(BlockInMemory(table), rows, np.arange(3)).column("text")
+        assert column == table["text"].take(pa.array(rows)).to_pylist()
+
+
 def many_columns(rows: int, seed: int, lists: pa.DataType) -> pa.Table:
     numbers = np.random.default_rng(seed).integers(0, 100, rows * 4)
     fixed = pa.FixedSizeListArray.from_arrays(pa.array(numbers.astype(np.int32)), 4)
