@@ -24,6 +24,7 @@ FAST_HEALTH_CHECKS = {
     "RAY_health_check_failure_threshold": "3",
 }
 """Detect a lost node in seconds; Ray's defaults take a minute."""
+QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 NODE_IP = "127.0.0.2"
 """Of the node of a cluster with one node, beside a head without CPUs."""
 
@@ -42,18 +43,28 @@ class BenchmarkCluster:
 
 
 @contextmanager
-def _connect_to_node(cpus: int, quiet: dict[str, Any]) -> Iterator[BenchmarkCluster]:
+def connect_to_durable_cluster(
+    cpus: int, nodes: int = 1, store: str = "rocksdb"
+) -> Iterator[DurableHead]:
+    """Start a cluster whose head can be lost, with this process as its driver, on the first node.
+    Arguments as of `DurableHead`."""
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")  # of this process
+    _set_environment()
     with (
         tempfile.TemporaryDirectory(prefix="cluster-") as folder,
-        closing(DurableHead(Path(folder), cpus)) as head,
+        closing(DurableHead(Path(folder), cpus, nodes, store)) as head,
     ):
-        ray.init(address=head.address, _node_ip_address=NODE_IP, **quiet)
+        ray.init(address=head.address, _node_ip_address=NODE_IP, **QUIET)
         stop_error_printer()
         try:
-            yield BenchmarkCluster(lambda: None, head)
+            yield head
         finally:
             ray.shutdown()
+
+
+def _set_environment() -> None:
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # the cluster is local
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
 def _is_slow_start(error: Exception) -> bool:
@@ -68,13 +79,11 @@ def connect_to_cluster(nodes: int, cpus: int) -> Iterator[BenchmarkCluster]:
         nodes: worker nodes.
         cpus: per node. The head has none.
     """
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # the cluster is local
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if nodes == 1:
-        with _connect_to_node(cpus, quiet) as of_node:
-            yield of_node
+        with connect_to_durable_cluster(cpus) as head:
+            yield BenchmarkCluster(lambda: None, head)
         return
+    _set_environment()
     # Deferred: a testing utility with additional dependencies.
     from ray.cluster_utils import Cluster
 
@@ -94,7 +103,7 @@ def connect_to_cluster(nodes: int, cpus: int) -> Iterator[BenchmarkCluster]:
                 return  # it may still come: counted again at the next call
 
     try:
-        ray.init(address=cluster.address, **quiet)
+        ray.init(address=cluster.address, **QUIET)
         stop_error_printer()
         replace_lost_nodes()
         yield BenchmarkCluster(replace_lost_nodes)

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,6 +28,7 @@ from rayzero.workers.agent.link import (
     Link,
     NodeCommand,
     read_frame,
+    unpack_call,
 )
 from rayzero.workers.agent.local_workers import LocalWorkers
 from rayzero.workers.agent.node_agent import BEAT_S
@@ -44,6 +45,7 @@ from rayzero.workers.messages import (
     WorkerInfo,
     WorkerMessage,
 )
+from rayzero.workers.stacks import Stacks
 from rayzero.workers.vault.records import ConnectionLost, SlotInfo
 
 CONTROLLER = Attach(0, b"benchmark")
@@ -69,8 +71,8 @@ class Scale:
     Args:
         workers: total number of workers.
         per_node: workers per node.
-        heartbeat_s, step_s, fault_s: intervals between a worker's heartbeats, between steps, and
-            between faults.
+        heartbeat_s, step_s, fault_s: intervals between the heartbeats of a worker that has nothing
+            else to send, between steps, and between faults.
     """
 
     workers: int
@@ -89,6 +91,8 @@ class _Worker:
     generation: int = 0
     """0 if it is not part of a generation."""
     rank: int = 0
+    has_sent: bool = False
+    """Since the previous heartbeats."""
 
 
 @dataclass
@@ -111,9 +115,12 @@ class SimulatedAgents(AuthenticatedServer):
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         first = await read_frame(reader)
-        link = Link()
-        workers = LocalWorkers(partial(link.send, FrameKind.MESSAGES))
-        self._agents[pickle.loads(first.payload).controller.decode()] = _Agent(link, workers)
+        node = pickle.loads(first.payload).controller.decode()
+        if node not in self._agents:  # else an earlier connection has ended
+            link = Link()
+            workers = LocalWorkers(partial(link.send, FrameKind.MESSAGES))
+            self._agents[node] = _Agent(link, workers)
+        link = self._agents[node].link
         writer.write(link.encode(FrameKind.HELLO, pickle.dumps(Hello(-1))))
         link.open(writer.write, first.acknowledged)
         beats = asyncio.create_task(_beat(link))
@@ -129,6 +136,13 @@ class SimulatedAgents(AuthenticatedServer):
                     link.send(FrameKind.REPLY, pickle.dumps(reply))
         finally:
             beats.cancel()
+            link.close()
+
+
+@lru_cache(maxsize=2)
+def _loads(call: bytes) -> Any:
+    """The same call comes for each node."""
+    return unpack_call(call)
 
 
 async def _beat(link: Link) -> None:
@@ -167,7 +181,7 @@ class _Cluster:
 
     def command(self, command: NodeCommand) -> None:
         """Execute a command in each of its workers."""
-        method, arguments = pickle.loads(command.call)
+        method, arguments = _loads(command.call)
         for index, own in command.own.items():
             worker = self._workers[index]
             if worker.alive:
@@ -179,7 +193,8 @@ class _Cluster:
     def _do_start(self) -> tuple[WorkerInfo, ...]:
         for index in range(self._scale.workers):
             self._add(f"node-{index // self._scale.per_node}")
-        self._every(self._scale.step_s, self._take_step)
+        self._every(self._scale.step_s, lambda: asyncio.create_task(self._take_step()))
+        self._every(self._scale.heartbeat_s, self._send_heartbeats)
         return tuple(worker.info for worker in self._workers)
 
     def _do_inject_faults(self, interval_s: float) -> None:
@@ -218,7 +233,11 @@ class _Cluster:
             worker.generation = 0
             self._send(worker, Stopped(generation, worker.rank, stays=True))
 
-    _on_stop = _on_fence
+    _on_stop = _on_end = _on_fence
+
+    def _on_dump_stack(self, worker: _Worker) -> Stacks:
+        """Asked for if this process has not had the time to send anything for long."""
+        return Stacks("", beat=Heartbeat(worker.rank, self._step + 1, "forward", 0.0))
 
     def _on_drain(self, worker: _Worker, generation: int) -> None:
         self._draining |= worker.generation == generation
@@ -230,35 +249,43 @@ class _Cluster:
         index = len(self._workers)
         worker = _Worker(WorkerInfo(index, node, node, "10.0.0.1", 1000 + index))
         self._workers.append(worker)
-        first_s = self._rng.uniform(0.0, self._scale.heartbeat_s)
-        self._later(first_s, lambda: self._send_heartbeat(worker))
         return worker.info
 
-    def _send_heartbeat(self, worker: _Worker) -> None:
-        if worker.alive:
-            self._later(self._scale.heartbeat_s, lambda: self._send_heartbeat(worker))
-            self._send(worker, Heartbeat(worker.rank, self._step + 1, "forward", 0.0))
+    def _send_heartbeats(self) -> None:
+        """From workers that have sent nothing else."""
+        for worker in self._workers:
+            if worker.alive and not worker.has_sent:
+                self._send(worker)
+            worker.has_sent = False
 
-    def _take_step(self) -> None:
+    async def _take_step(self) -> None:
+        """Node by node: other frames, and the agents' beats, are sent meanwhile."""
         if not self._is_complete():
             return
         self._step += 1
-        slots: defaultdict[str, list[SlotInfo]] = defaultdict(list)
-        generation, world_size = self._generation, self._world_size
+        step, generation, world_size = self._step, self._generation, self._world_size
         times = {"step_s": self._scale.step_s, "exposed_comm_s": 0.01}
+        gauges = dict.fromkeys(GAUGES, float(step)) | times
+        nodes: defaultdict[str, list[_Worker]] = defaultdict(list)
         for worker in self._members:
-            slot = SlotInfo(
-                generation, worker.rank, world_size, self._step, SLOT_BYTES, pinned=False
-            )
-            slots[worker.info.node_id].append(slot)
-            gauges = dict.fromkeys(GAUGES, float(self._step)) | times
-            report = StepReport(generation, worker.rank, self._step, {}, gauges)
-            messages: list[WorkerMessage] = [report]
-            if self._draining:
-                worker.generation = 0
-                messages.append(Stopped(generation, worker.rank, stays=True))
-            self._send(worker, *messages)
-        self._slots = dict(slots)
+            nodes[worker.info.node_id].append(worker)
+        for node, workers in nodes.items():
+            slots = []
+            for worker in workers:
+                if not worker.alive or worker.generation != generation:
+                    continue  # it was lost or fenced meanwhile
+                slots.append(
+                    SlotInfo(generation, worker.rank, world_size, step, SLOT_BYTES, pinned=False)
+                )
+                messages: list[WorkerMessage] = [
+                    StepReport(generation, worker.rank, step, {}, gauges)
+                ]
+                if self._draining:
+                    worker.generation = 0
+                    messages.append(Stopped(generation, worker.rank, stays=True))
+                self._send(worker, *messages)
+            self._slots[node] = slots
+            await asyncio.sleep(0)
 
     def _inject_fault(self) -> None:
         if not self._fault_s:
@@ -281,12 +308,15 @@ class _Cluster:
         return joined and len(self._members) == self._world_size > 0
 
     def _send(self, worker: _Worker, *messages: WorkerMessage) -> None:
+        """Sends messages, and a heartbeat at the end, as a worker does."""
         kind = FrameKind.URGENT
-        if isinstance(messages[-1], StepReport):
-            kind = FrameKind.STEPS
-        elif isinstance(messages[-1], Heartbeat):
+        if not messages:
             kind = FrameKind.QUIET
-        self._send_frame(worker, kind, pickle.dumps([*messages], pickle.HIGHEST_PROTOCOL))
+        elif isinstance(messages[-1], StepReport):
+            kind = FrameKind.STEPS
+        worker.has_sent = True
+        beat = Heartbeat(worker.rank, self._step + 1, "forward", 0.0)
+        self._send_frame(worker, kind, pickle.dumps([*messages, beat], pickle.HIGHEST_PROTOCOL))
 
     def _send_frame(self, worker: _Worker, kind: FrameKind, payload: bytes) -> None:
         frame = Frame(kind, next(self._frames), 0, payload)

@@ -40,6 +40,7 @@ class SimulatedGroup:
         self._commands = WorkerCommands(CONTROLLER, self._links.get)
         self._mail.on_answer = self._commands.on_answer
         self._nodes: dict[int, str] = {}
+        self._dead: set[int] = set()
         self._watch = WorkerWatch(
             self._mail, self._commands, self._nodes.__getitem__, self._find_cause
         )
@@ -124,6 +125,7 @@ class SimulatedGroup:
                 self._started.put_nowait(event)
                 continue
             lost, fault_s = event
+            self._dead.add(lost.worker)
             self.num_faults += 1
             self._unanswered_faults_s.append(fault_s)
             faults.append(lost)
@@ -139,6 +141,9 @@ class SimulatedGroup:
         slots: list[SlotInfo] = await self._first.call("inventory", node_id)
         return slots
 
+    async def runs(self, node_id: str, pid: int) -> bool:
+        return False  # `kill` has ended it
+
     async def close(self, node_id: str) -> None:
         pass
 
@@ -149,8 +154,9 @@ class SimulatedGroup:
         self._commands.on_news(node, [it[0] for it in events if not isinstance(it, WorkerInfo)])
 
     async def _find_cause(self, worker: int) -> str:
-        """Ray reports a worker's death."""
-        await asyncio.sleep(RAY_DELAY_S)
+        """Waits until Ray reports a worker's death."""
+        while worker not in self._dead:
+            await asyncio.sleep(RAY_DELAY_S)
         return "it was killed"
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:

@@ -152,10 +152,7 @@ def run_job(
     try:
         while time.monotonic() < deadline_s:
             if handle.wait(POLL_INTERVAL_S):
-                if not _gave_up(handle):
-                    break
-                handle = _attach_again(log, deadline_s)
-                on_submitted(handle)
+                break
             if is_taken_over():
                 return ""
             replace_lost_nodes()
@@ -170,25 +167,6 @@ def run_job(
         else:
             handle.end()
     return ""
-
-
-def _gave_up(handle: JobHandle) -> bool:
-    """Whether the handle has not waited for a head that takes long to come back; the job does."""
-    try:
-        handle.result()
-    except RayzeroError as error:
-        return "does not answer" in error.seen
-    return False
-
-
-def _attach_again(log: EventLogger, deadline_s: float) -> JobHandle:
-    while True:
-        try:
-            return Job.attach(JOB_NAME, observer=log)
-        except RayzeroError:
-            if time.monotonic() > deadline_s:
-                raise
-            time.sleep(POLL_INTERVAL_S)
 
 
 class EventLogger:

@@ -22,6 +22,8 @@ from rayzero.engine.errors import ConfigError, first_line
 from rayzero.engine.redact import redact_url
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
+RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""How long a process of Ray's lives on without the cluster's head, in seconds."""
 CLIENT_ADDRESS_VARIABLE = "RAYZERO_CLIENT_ADDRESS"
 """Set for a command that runs in the cluster: the `--address` that its user gave."""
 HOST_PORT = re.compile(r"(?P<host>\[[^\]]+\]|[^:/\s]+):(?P<port>\d{1,5})")

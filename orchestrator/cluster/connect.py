@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from math import ceil
 from types import FrameType
 
 import ray
@@ -18,6 +19,7 @@ from rayzero.engine.errors import ConfigError, first_line
 from rayzero.orchestrator.cluster.addresses import (
     ADDRESS_VARIABLE,
     HOST_PORT,
+    RECONNECT_VARIABLE,
     Address,
     check_listens,
     head_address,
@@ -32,6 +34,13 @@ from rayzero.orchestrator.cluster.ray_api import (
     local_head_addresses,
     stop_error_printer,
 )
+
+
+def await_lost_head(limit_s: float) -> None:
+    """Lets a connection that this process opens later wait so long for a head that is lost, unless
+    the user has set the time. Ray would end the process."""
+    if not ray.is_initialized():
+        os.environ.setdefault(RECONNECT_VARIABLE, str(ceil(limit_s)))
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +11,14 @@ from typing import Any
 from ray.exceptions import ActorUnavailableError, RayError
 
 from rayzero.orchestrator.cluster.ray_api import wait_gone
+from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 from rayzero.orchestrator.policies.attachment import (
     Attachment,
     find_attachment,
     newest_member,
 )
-from rayzero.workers.lifetimes import VAULT, Owned, find_owned
+from rayzero.workers.lifetimes import VAULT, Owned, find_owned, index_of, role_of
+from rayzero.workers.messages import WorkerInfo
 from rayzero.workers.worker_status import WorkerStatus
 
 _ASK_PAUSE_S = 0.2
@@ -38,7 +40,7 @@ class Inherited:
     @property
     def first_index(self) -> int:
         """The index of the next worker: no earlier one has its name."""
-        return 1 + max((int(worker.what) for worker in self.workers), default=-1)
+        return 1 + max(_by_index(self.workers), default=-1)
 
     async def end_vaults(self, but_run: str) -> tuple[Owned, ...]:
         """Ends the vaults but those of a run, which it returns; all if that is empty."""
@@ -46,36 +48,35 @@ class Inherited:
         await _end(set(self.vaults) - {*kept})
         return kept
 
-    async def end_workers(self, keep: Iterable[Owned] = ()) -> None:
-        """Ends the workers and the groups but these. Waits until the workers have ended."""
-        ended = [it for it in (*self.groups, *self.workers) if it not in {*keep}]
-        actors = await asyncio.to_thread(_actors, [it for it in ended if not it.group])
-        await _end(ended)
-        await wait_gone(actor.describe for actor in actors)
+    async def end_workers(self) -> None:
+        """Ends the workers and the groups. Waits until the workers have ended."""
+        actors = await asyncio.to_thread(_actors, _by_index(self.workers))
+        await _end((*self.groups, *self.workers))
+        await wait_gone(actor.describe for actor in actors.values())
 
-    async def find_living(self, run: str, limit_s: float) -> LivingWorkers | None:
+    async def find_living(
+        self, run: str, limit_s: float, first_limit_s: float
+    ) -> LivingWorkers | None:
         """The workers of a run that train on, if there are some. The others, and those of other
-        runs, are ended."""
-        own = [worker for worker in self.workers if worker.run == run]
+        runs, are ended.
+
+        Args:
+            limit_s: how long the others may take to answer, once one has.
+            first_limit_s: how long the first one may take: if none answers, all are ended.
+        """
+        own = _by_index(worker for worker in self.workers if worker.run == run)
         actors = await asyncio.to_thread(_actors, own)
-        answers = await asyncio.gather(*(_ask(actor, limit_s) for actor in actors))
-        living = {
-            status.info.index: (status, actor)
-            for status, actor in zip(answers, actors, strict=True)
-            if status is not None
-        }
-        statuses = [status for status, _ in living.values()]
-        newest = newest_member(statuses)
-        if newest is None:
-            return None
-        members = await asyncio.wait_for(living[newest.info.index][1].members.remote(), limit_s)
+        roles = {index for index, worker in own.items() if role_of(worker.what)}
+        statuses, members = await _ask_all(actors, roles, limit_s, first_limit_s)
         found = find_attachment(statuses, members)
         if found is None:
             return None
-        groups = [group for group in self.groups if group.run == run]
-        kept = [worker for worker in own if int(worker.what) in living]
-        await self.end_workers(keep=[*kept, *groups])
-        return LivingWorkers(found, tuple(living.values()), tuple(it.group for it in groups))
+        workers = tuple((status, actors[status.info.index]) for status in statuses)
+        groups = tuple(group for group in self.groups if group.run == run)
+        living = {status.info.index for status in statuses}
+        kept = {*groups, *(worker for index, worker in own.items() if index in living)}
+        await _end(it for it in (*self.groups, *self.workers) if it not in kept)
+        return LivingWorkers(found, workers, groups)
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,19 @@ class LivingWorkers:
 
     Args:
         workers: each with its actor.
-        groups: the ids of their placement groups, and of those that wait for a worker.
+        groups: their placement groups, and those that wait for a worker.
     """
 
     found: Attachment
     workers: tuple[tuple[WorkerStatus, Any], ...]
-    groups: tuple[str, ...]
+    groups: tuple[Owned, ...]
+
+    def hand_over(self, group: WorkerGroup) -> None:
+        """Has a group own its part of them."""
+        role = group.role
+        workers = [it for it in self.workers if it[0].role == role]
+        groups = [it.group for it in self.groups if role_of(it.what) == role]
+        group.adopt(workers, groups)
 
 
 async def find_inherited(job: str) -> Inherited:
@@ -98,20 +106,66 @@ async def find_inherited(job: str) -> Inherited:
     groups = tuple(it for it in found if it.group)
     actors = [it for it in found if not it.group]
     vaults = tuple(it for it in actors if it.what.startswith(VAULT))
-    workers = tuple(it for it in actors if it.what.isdecimal())
+    workers = tuple(it for it in actors if index_of(it.what) is not None)
     return Inherited(vaults, workers, groups)
 
 
-async def _ask(actor: Any, limit_s: float) -> WorkerStatus | None:
-    """None if its process has ended, is not ready, or does not answer in time."""
-    with suppress(RayError, TimeoutError):
-        async with asyncio.timeout(limit_s):
-            while True:
-                try:
-                    status: WorkerStatus | None = await actor.status.remote()
-                    return status
-                except ActorUnavailableError:  # Ray does not know yet whether it lives
-                    await asyncio.sleep(_ASK_PAUSE_S)
+async def _ask_all(
+    actors: Mapping[int, Any], roles: Collection[int], limit_s: float, first_limit_s: float
+) -> tuple[list[WorkerStatus], tuple[WorkerInfo, ...]]:
+    """The workers that live, and the members of their newest generation, by rank; none if no
+    function has been called. Limits as of `find_living`. Once all members and workers of roles have
+    answered or ended, the others, some of which only start, have as long again.
+
+    Args:
+        roles: the indices of the workers of roles.
+    """
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    until_s = began_s + first_limit_s
+    pending = {index: loop.create_task(_ask(actor.status)) for index, actor in actors.items()}
+    statuses: dict[int, WorkerStatus] = {}
+    generation = 0
+    members: tuple[WorkerInfo, ...] = ()
+    while pending:
+        left_s = max(0.0, until_s - loop.time())
+        done, _ = await asyncio.wait(
+            pending.values(), timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not done:
+            break
+        for index in [index for index, task in pending.items() if task in done]:
+            if (status := pending.pop(index).result()) is not None:
+                statuses[index] = status
+                until_s = min(until_s, loop.time() + limit_s)
+        while (newest := newest_member(statuses.values())) and newest.generation > generation:
+            index = newest.info.index
+            if (answer := await _within(limit_s, _ask(actors[index].members))) is None:
+                del statuses[index]  # it has ended meanwhile
+            else:
+                generation = newest.generation
+                members = answer
+        if members and not pending.keys() & {*roles, *(it.index for it in members)}:
+            until_s = min(until_s, 2 * loop.time() - began_s)
+    for task in pending.values():
+        task.cancel()
+    return [*statuses.values()], members
+
+
+async def _within(limit_s: float, answer: Awaitable[Any]) -> Any:
+    with suppress(TimeoutError):
+        return await asyncio.wait_for(answer, limit_s)
+    return None
+
+
+async def _ask(method: Any) -> Any:
+    """None if the actor's process has ended, or is not ready."""
+    with suppress(RayError):
+        while True:
+            try:
+                return await method.remote()
+            except ActorUnavailableError:  # Ray does not know yet whether it lives
+                await asyncio.sleep(_ASK_PAUSE_S)
     return None
 
 
@@ -120,9 +174,15 @@ async def _end(owned: Iterable[Owned]) -> None:
         await asyncio.to_thread(it.end)
 
 
-def _actors(workers: Sequence[Owned]) -> list[Any]:
-    actors = []
-    for worker in workers:
+def _by_index(workers: Iterable[Owned]) -> dict[int, Owned]:
+    named = ((index_of(worker.what), worker) for worker in workers)
+    return {index: worker for index, worker in named if index is not None}
+
+
+def _actors(workers: Mapping[int, Owned]) -> dict[int, Any]:
+    """By index."""
+    actors = {}
+    for index, worker in workers.items():
         with suppress(ValueError):  # it has ended
-            actors.append(worker.actor())
+            actors[index] = worker.actor()
     return actors

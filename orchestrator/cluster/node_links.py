@@ -11,6 +11,7 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -33,6 +34,7 @@ from rayzero.workers.step_rows import ReceivedMessage, StepRows
 SILENT_S = 3.0
 """A connection over which no frame has come for three beats, or that takes as long to be made, is
 made anew, which loses nothing; after twice as long each time."""
+SILENT_BEATS = 3
 RETRY_S = 0.2
 """Pause before a connection is made again."""
 ACKNOWLEDGE_S = 0.5
@@ -62,6 +64,10 @@ class WorkerMail:
         self._unread: dict[object, list[bytes]] = {}  # batches, by the stream they came over
         self.on_answer: Callable[[int, bytes], None] = lambda worker, payload: None
         """Called with each answer to a command; one that is sent again comes again."""
+
+    def has_heard(self, worker: int) -> bool:
+        """Whether a message of the worker has come, so that its agent sees it end."""
+        return worker in self._numbers
 
     def subscribe(self, worker: int, receive: MailReceiver) -> None:
         """Calls `receive` with the index and each list of messages, those that came before
@@ -131,6 +137,36 @@ class WorkerMail:
             self._early.setdefault(worker, deque(maxlen=_MAX_EARLY_FRAMES)).append(payload)
         elif (receive := self._subscribers[worker]) is not None:
             receive(worker, messages if isinstance(messages, list) else pickle.loads(messages))
+
+
+class SilenceWatch:
+    """Calls `on_silent` once `SILENT_BEATS` periods in a row have ended without `heard`. However
+    long the event loop was busy, it is one period: what came meanwhile is read in the next.
+
+    Args:
+        silent_s: all periods together.
+    """
+
+    def __init__(self, silent_s: float, on_silent: Callable[[], None]) -> None:
+        self._period_s = silent_s / SILENT_BEATS
+        self._on_silent = on_silent
+        self._missed = -1
+        self._check()
+
+    def heard(self) -> None:
+        """A frame has come."""
+        self._missed = 0
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._missed += 1
+        if self._missed <= SILENT_BEATS:
+            self._timer = loop.call_later(self._period_s, self._check)
+        else:
+            self._on_silent()
 
 
 class NodeLink:
@@ -239,25 +275,26 @@ class NodeLink:
         async with asyncio.timeout(SILENT_S):
             address = self._address
             reader, writer = await connect(address.host, address.port, address.secret)
+        silence = SilenceWatch(self._silent_s, partial(self._end_silent, writer))
         try:
             writer.write(self._link.encode(FrameKind.ATTACH, pickle.dumps(self._attach)))
-            async with asyncio.timeout(SILENT_S):
-                hello = await read_frame(reader)
+            hello = await read_frame(reader)
             if hello.kind is FrameKind.FENCED:
                 self.end(taken_over_error(pickle.loads(hello.payload)))
                 return
             self.hello = pickle.loads(hello.payload)
             self._link.open(writer.write, hello.acknowledged)
             self._changed.notify()
-            async with asyncio.timeout(self._silent_s) as limit:
-                while True:
-                    self._receive(await read_frame(reader))
-                    limit.reschedule(asyncio.get_running_loop().time() + self._silent_s)
-        except TimeoutError:
-            self._silent_s *= 2  # a long frame over a slow network takes long each time
-            raise
+            while True:
+                self._receive(await read_frame(reader))
+                silence.heard()
         finally:
+            silence.cancel()
             writer.transport.abort()
+
+    def _end_silent(self, writer: asyncio.StreamWriter) -> None:
+        self._silent_s *= 2  # a long frame over a slow network takes long each time
+        writer.transport.abort()
 
     def _receive(self, frame: Frame) -> None:
         if not self._link.accept(frame):

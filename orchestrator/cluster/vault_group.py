@@ -150,7 +150,7 @@ class VaultGroup:
         """Begins to make the stream of a vault."""
         vault = self._vaults[node_id] = _NodeVault(actor)
         vault.opening = asyncio.create_task(self._open_stream(node_id, vault))
-        vault.opening.add_done_callback(lambda done: done.cancelled() or done.exception())
+        vault.opening.add_done_callback(_retrieve)
 
     async def open(self, node_ids: Sequence[str]) -> dict[str, str]:
         """Starts a vault on each of these nodes that has none; the addresses by node. Raises
@@ -263,6 +263,7 @@ class VaultGroup:
         vault.life = asyncio.gather(
             self._watch(vault.actor, vault.link), self._await_fence(vault.link)
         )
+        vault.life.add_done_callback(_retrieve)
         await vault.link.attached()
         return vault.address.vault
 
@@ -271,6 +272,7 @@ class VaultGroup:
         while True:
             try:
                 await actor.wait_end.remote()
+                return  # a later controller watches it
             except ActorUnavailableError:  # it lives, as far as Ray knows
                 await asyncio.sleep(_UNAVAILABLE_PAUSE_S)
             except RayError as error:
@@ -302,7 +304,16 @@ class VaultGroup:
             peers = {peer: vault for peer, vault in vaults.items() if peer != node}
             calls.append(vaults[node].set_peers.remote(peers))
         try:
-            await asyncio.gather(*calls)
+            await asyncio.wait_for(asyncio.gather(*calls), _START_TIMEOUT_S)
+        except TimeoutError:
+            text = f"one did not take the others' addresses within {_START_TIMEOUT_S:g} s"
+            raise VaultLostError(text) from None
         except ACTOR_LOST as error:
             raise VaultLostError(death_cause(error)) from None
         self._shared_peers = vaults
+
+
+def _retrieve(done: asyncio.Future[Any]) -> None:
+    """Tells asyncio that the error of a future is known to those that wait for it."""
+    if not done.cancelled():
+        done.exception()

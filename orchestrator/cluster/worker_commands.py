@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.cluster.node_links import NodeLink
 from rayzero.orchestrator.errors import WorkerLostError
-from rayzero.workers.agent.link import Attach, NodeCommand
+from rayzero.workers.agent.link import Attach, NodeCommand, pack_call
 from rayzero.workers.vault.records import ConnectionLost, VaultEvent
 
 MAX_UNANSWERED = 64
@@ -77,8 +77,9 @@ class WorkerCommands:
             on_answer(worker, WorkerLostError(_ENDED), None)
         nodes = {worker: node for worker, node in nodes.items() if worker not in self._lost}
         own = {worker: pickle.dumps(values) for worker, values in call.own.items()}
-        payload = pickle.dumps((call.method, call.arguments), pickle.HIGHEST_PROTOCOL)
-        command = _Command(nodes, call.in_order, payload, own, on_answer)
+        command = _Command(
+            nodes, call.in_order, pack_call(call.method, call.arguments), own, on_answer
+        )
         if nodes:
             self._unanswered[number] = command
         self._of_worker.update(nodes.keys())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any
@@ -19,7 +20,8 @@ class WorkerWatch:
 
     A worker whose end Ray confirms is reported once, after the messages received so far, and
     unsubscribed. Ray, which may know the cause, is asked once an agent has reported the end of the
-    process; and from the end of a node's connection until the worker is heard over another one.
+    process; and until the worker is heard: for the first time, and over another connection where
+    one has ended.
 
     Args:
         mail: has their messages.
@@ -42,14 +44,17 @@ class WorkerWatch:
         self._changed = ChangeNotifier()
         self._asking: dict[int, asyncio.Task[None]] = {}
         self._subscribed: dict[int, str] = {}  # their nodes
+        self._on_node: defaultdict[str, set[int]] = defaultdict(set)  # the same, by node
         self._messages: list[tuple[int, list[ReceivedMessage]]] = []
         self._lost: dict[int, str] = {}
         commands.watch(self._on_doubt)
 
     def close(self) -> None:
         self._subscribed.clear()
+        self._on_node.clear()
         for asking in self._asking.values():
             asking.cancel()
+        self._asking.clear()
 
     def subscribe(self, workers: Iterable[int]) -> None:
         for worker in {*workers} - self._subscribed.keys():
@@ -59,8 +64,9 @@ class WorkerWatch:
                 self._subscribed[worker] = ""
                 self._mark_lost(worker, str(lost))
                 continue
+            self._on_node[node].add(worker)
             self._mail.subscribe(worker, self._on_messages)
-            if self._commands.is_in_doubt(worker, node):
+            if not self._mail.has_heard(worker) or self._commands.is_in_doubt(worker, node):
                 self._ask(worker)
         self._changed.notify()
 
@@ -101,8 +107,8 @@ class WorkerWatch:
         self._changed.notify()
 
     def _on_doubt(self, node: str) -> None:
-        for worker, its in self._subscribed.items():
-            if its == node and self._commands.is_in_doubt(worker, node):
+        for worker in self._on_node[node]:
+            if self._commands.is_in_doubt(worker, node):
                 self._ask(worker)
 
     def _ask(self, worker: int) -> None:
@@ -117,7 +123,8 @@ class WorkerWatch:
         self._mark_lost(worker, cause)
 
     def _mark_lost(self, worker: int, cause: str) -> None:
-        if self._subscribed.pop(worker, None) is not None:
+        if (node := self._subscribed.pop(worker, None)) is not None:
+            self._on_node[node].discard(worker)
             self._mail.unsubscribe(worker)
             self._lost[worker] = cause
             self._commands.end(worker, cause)

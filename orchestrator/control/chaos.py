@@ -6,10 +6,10 @@ are forwarded to them.
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from rayzero.engine.checkpoint.manifest import RankFile
 from rayzero.engine.checkpoint.store import is_remote
@@ -17,6 +17,7 @@ from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.control.calls import Calls
 from rayzero.orchestrator.control.loop import JobLoop
 from rayzero.orchestrator.control.members import Members
+from rayzero.orchestrator.control.roles import RolePools
 from rayzero.orchestrator.errors import VaultLostError
 from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.plan import JobPlan
@@ -32,17 +33,6 @@ VAULT_REPLY_TIMEOUT_S = 5.0
 """How long a vault may take to reply: a user waits for the result."""
 
 
-class RoleWorkers(Protocol):
-    """The workers of a job's roles, as the injector needs them."""
-
-    @property
-    def most(self) -> Mapping[str, int]:
-        """The most workers of each role."""
-
-    def fault_call(self, fault: FaultSpec) -> Coroutine[Any, Any, None] | None:
-        """The call that injects a fault into a role's worker; None if that does not run now."""
-
-
 class ClusterFaultInjector:
     """Owns the record of fired faults, from `start` on. Does nothing without faults."""
 
@@ -55,6 +45,7 @@ class ClusterFaultInjector:
         vaults: VaultGroup,
         events: EventBus,
         progress: JobProgress,
+        roles: RolePools,
     ) -> None:
         self.injected: tuple[FaultSpec, ...] = ()
         """All faults requested while the job runs."""
@@ -70,8 +61,7 @@ class ClusterFaultInjector:
         self._schedule = FaultSchedule(self._record, events.emit)
         self._in_progress: set[FaultSpec] = set()
         self._skipped: set[FaultSpec] = set()
-        self.roles: RoleWorkers | None = None
-        """Set by them, if the job has any."""
+        self._roles = roles
 
     def start(self, *, resumed: bool) -> None:
         """A run begins. Faults fired in an earlier run count only if this one resumes from it.
@@ -120,9 +110,7 @@ class ClusterFaultInjector:
 
     def _inject_into_roles(self, step: int) -> None:
         for fault in self._schedule.due(step):
-            if self.roles is None or not fault.role:
-                continue
-            if (signal := self.roles.fault_call(fault)) is not None:
+            if fault.role and (signal := self._roles.fault_call(fault)) is not None:
                 self._schedule.record_fired(fault, fault.worker, step)
                 self._loop.spawn(signal)
 
@@ -164,7 +152,7 @@ class ClusterFaultInjector:
         """Why a fault is impossible in this job now; empty if it is possible."""
         max_workers, nodes = self._members.registry.limits.max, len(self._nodes_by_rank())
         if fault.target == "role":
-            return why_no_such_worker(fault, {} if self.roles is None else self.roles.most)
+            return why_no_such_worker(fault, self._roles.most)
         if fault.target == "worker":
             return f"the job has at most {max_workers} workers" if fault.rank >= max_workers else ""
         if fault.target in ("vault", "cluster"):

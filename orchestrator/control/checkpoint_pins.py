@@ -11,7 +11,7 @@ from rayzero.orchestrator.control.checkpoints import CheckpointWriter
 from rayzero.orchestrator.control.loop import JobLoop
 from rayzero.orchestrator.control.members import Members
 from rayzero.orchestrator.errors import VaultLostError
-from rayzero.orchestrator.policies.pinned_steps import PinnedStep, PinnedSteps
+from rayzero.orchestrator.policies.pinned_steps import ALL_STEPS, PinnedStep, PinnedSteps
 from rayzero.orchestrator.policies.recovery import StoredSlot
 from rayzero.workers.messages import Pinned
 from rayzero.workers.vault.vault import Vault
@@ -26,7 +26,6 @@ class CheckpointPins:
     _calls: Calls
     _checkpoints: CheckpointWriter
     _pins: PinnedSteps = field(default_factory=PinnedSteps)
-    _in_progress: int = 0
 
     def on_pinned(self, worker: int, message: Pinned) -> None:
         """A rank pinned a step."""
@@ -34,41 +33,38 @@ class CheckpointPins:
         if message.generation != generation.number or not self._members.registry.is_alive(worker):
             return  # of an ended generation: freed with all of its pins
         node_id = self._members.registry.info(worker).node_id
-        pin = self._pins.add_rank(message, node_id, generation.world_size)
-        if pin is not None:
-            self._in_progress += 1
-            self._loop.spawn(self._process(pin))
+        self._begin(self._pins.add_rank(message, node_id, generation.world_size))
 
     def resume(self, held: Sequence[StoredSlot]) -> None:
         """Writes the newest step that a lost controller's generation has pinned on all ranks;
         older ones are released with it."""
         generation = self._members.generation
-        pin = self._pins.resume(held, generation.number, generation.world_size)
-        if pin is not None:
-            self._in_progress += 1
-            self._loop.spawn(self._process(pin))
-        self._release()
+        pin, passed = self._pins.resume(held, generation.number, generation.world_size)
+        self._begin(pin)
+        if passed:
+            self._release(generation.number, passed)
 
     def on_step_finished(self, generation: int) -> None:
         """A step was finished by all ranks of a generation."""
-        self._pins.release_older(generation)
-        self._release()
+        if self._pins.release_older(generation):
+            self._release(generation - 1, ALL_STEPS)
 
     async def wait_idle(self) -> None:
         """Returns once no pinned step is being written."""
-        await self._loop.wait_until(lambda: self._in_progress == 0)
+        await self._loop.wait_until(lambda: not self._pins.writing)
+
+    def _begin(self, pin: PinnedStep | None) -> None:
+        if pin is not None:
+            self._loop.spawn(self._process(pin))
 
     async def _process(self, pin: PinnedStep) -> None:
         await self._checkpoints.write(pin)
-        self._in_progress -= 1
-        self._pins.complete(pin)
-        self._release()
+        self._release(*self._pins.complete(pin))
         self._loop.changed.notify()
 
-    def _release(self) -> None:
-        for generation, step in self._pins.releasable():
-            for node in self._members.vault_addresses:
-                self._loop.spawn(self._unpin(node, generation, step))
+    def _release(self, generation: int, step: int) -> None:
+        for node in self._members.vault_addresses:
+            self._loop.spawn(self._unpin(node, generation, step))
 
     async def _unpin(self, node: str, generation: int, step: int) -> None:
         with suppress(VaultLostError):  # then there is nothing to free

@@ -17,6 +17,7 @@ from typing import Any
 from uuid import uuid4
 
 from rayzero.engine.errors import RayzeroError, first_line
+from rayzero.orchestrator.cluster.addresses import RECONNECT_VARIABLE
 
 _TEST_BYTES = 4 * 2**20
 _NODE_LIMIT_S = 15.0
@@ -24,7 +25,6 @@ _NODES_LIMIT_S = 30.0  # less than that of the probe of the whole cluster
 _ANSWER_S = 10.0  # of nodes, which may have to start a process first
 _MAX_NODES = 64  # that are asked
 _STORES = ("RAY_REDIS_ADDRESS", "RAY_gcs_storage_path")
-_RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 RAY_RECONNECT_S = 60.0
 """Ray's default for the time that nodes wait for a lost head."""
 
@@ -94,12 +94,14 @@ def reconnect_limits() -> dict[str, float]:
         return {}
     answers = ask_nodes(read_settings, set(nodes) - {head}, _ANSWER_S)
     found = {node: it for node, it in answers.items() if isinstance(it, dict)}
-    return {node: float(it.get(_RECONNECT) or RAY_RECONNECT_S) for node, it in found.items()}
+    return {
+        node: float(it.get(RECONNECT_VARIABLE) or RAY_RECONNECT_S) for node, it in found.items()
+    }
 
 
 def read_settings() -> dict[str, str]:
     """Returns those of Ray's settings in this process's environment that are about lost heads."""
-    return {name: os.environ[name] for name in (*_STORES, _RECONNECT) if name in os.environ}
+    return {name: os.environ[name] for name in (*_STORES, RECONNECT_VARIABLE) if name in os.environ}
 
 
 def check_storage(place: str) -> dict[str, Any]:

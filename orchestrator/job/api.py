@@ -19,7 +19,7 @@ from rayzero.engine.errors import ConfigError, first_line
 from rayzero.engine.validation import validate_document
 from rayzero.orchestrator import job_file
 from rayzero.orchestrator.cluster.addresses import head_address
-from rayzero.orchestrator.cluster.connect import ClusterConnection, connect
+from rayzero.orchestrator.cluster.connect import ClusterConnection, await_lost_head, connect
 from rayzero.orchestrator.cluster.local_cluster import LocalCluster
 from rayzero.orchestrator.console import open_console
 from rayzero.orchestrator.errors import (
@@ -31,7 +31,7 @@ from rayzero.orchestrator.errors import (
 from rayzero.orchestrator.job.actor import JobActor
 from rayzero.orchestrator.job.client import JobProcess, JobProcessLostError, JobUnavailableError
 from rayzero.orchestrator.job.entrypoint_check import check_early, check_entrypoint
-from rayzero.orchestrator.job.handle import JobHandle, stop_limit_s
+from rayzero.orchestrator.job.handle import JobHandle, head_limit_s
 from rayzero.orchestrator.job.lookup import find_any
 from rayzero.orchestrator.job.recorder import LATEST
 from rayzero.orchestrator.job.source_hash import hash_source
@@ -39,7 +39,7 @@ from rayzero.orchestrator.job.stop_signals import StopSignals, wait_stoppable
 from rayzero.orchestrator.job_events import JobObserver, NullObserver
 from rayzero.orchestrator.plan import JobPlan, forked_worker_env, make_plan
 from rayzero.orchestrator.results import EndedJob, JobResult
-from rayzero.orchestrator.spec import JobSpec, Rollouts, Workers, with_resume
+from rayzero.orchestrator.spec import JobSpec, RecoverySpec, Rollouts, Workers, with_resume
 from rayzero.workers.entrypoint import check_function
 
 EXIT_TIMEOUT_S = 60.0  # limit for the exit of the process of a job that has ended
@@ -187,6 +187,8 @@ class Job:
             check_entrypoint(self.spec.entrypoint, folder, only_here=False)
         if is_local and local is None:
             local = LocalCluster(forked_worker_env(self.spec))
+        if not is_local:
+            await_lost_head(head_limit_s(self.spec))
         return self._start(plan, connect(address, local), observer)
 
     def submit_to(self, cluster: ClusterConnection, observer: JobObserver) -> JobHandle:
@@ -199,8 +201,7 @@ class Job:
         except BaseException:
             cluster.close()
             raise
-        limit_s = stop_limit_s(self.spec)
-        return JobHandle(process, cluster, observer, 0, limit_s)
+        return JobHandle(process, cluster, observer, 0, self.spec)
 
     @classmethod
     @short_traceback
@@ -219,11 +220,11 @@ class Job:
             ConfigError: no cluster has a job of that name.
             JobFailedError: the job does not answer.
         """
+        await_lost_head(RecoverySpec().orphan_s)  # the job's own can only be known afterwards
         job = find_any(name, address)
         if isinstance(job, EndedJob):
             return JobHandle.of_ended(job)
-        observer, limit_s = observer or NullObserver(), stop_limit_s(job.spec)
-        return JobHandle(job.process, job.cluster, observer, LATEST, limit_s)
+        return JobHandle(job.process, job.cluster, observer or NullObserver(), LATEST, job.spec)
 
     @short_traceback
     def run(self, address: str | None = None, observer: JobObserver | None = None) -> JobResult:

@@ -15,6 +15,7 @@ from rayzero.orchestrator.cluster.connect import ClusterConnection
 from rayzero.orchestrator.errors import JobFailedError, internal_error, short_traceback
 from rayzero.orchestrator.job.actor import JobActor
 from rayzero.orchestrator.job.client import (
+    CALL_TIMEOUT_S,
     JobProcess,
     JobProcessLostError,
     JobUnavailableError,
@@ -43,7 +44,7 @@ LOG_READ_S = 10.0  # how long the connection is kept for readers of the log afte
 LONG_POLL_S = 1.0  # how long a poll waits in the job's process for an event
 ANSWER_MARGIN_S = 30.0  # how much longer the reply may take
 UNAVAILABLE_LIMIT_S = 60.0
-"""How long a process that does not answer is polled again: Ray may be restarting it."""
+"""How long a process that does not answer is polled again at least: Ray may be restarting it."""
 _RETRY_PAUSE_S = 0.2
 _ACKNOWLEDGE_TIMEOUT_S = 5.0
 
@@ -52,6 +53,11 @@ def stop_limit_s(spec: JobSpec) -> float:
     """How long a clean stop may take: the functions and a last checkpoint, then the journal's end
     on a slow disk."""
     return spec.checkpoint.grace_period_s + spec.recovery.patience_s + STOP_MARGIN_S
+
+
+def head_limit_s(spec: JobSpec) -> float:
+    """How long a job may go on without its process, which comes back with its cluster's head."""
+    return max(UNAVAILABLE_LIMIT_S, spec.recovery.orphan_s)
 
 
 class JobHandle:
@@ -65,18 +71,18 @@ class JobHandle:
         cluster: ClusterConnection,
         observer: JobObserver,
         since: int = 0,
-        stop_limit_s: float = STOP_MARGIN_S,
+        spec: JobSpec | None = None,
         ended: EndedJob | None = None,
     ) -> None:
         """
         Args:
             observer: gets every event, in the thread.
             since: as for `EventBuffer.fetch_since`.
-            stop_limit_s: how long a clean stop may take.
+            spec: of the job, unless it has ended.
             ended: the end of the job, if it has ended before.
         """
         self.name = process.name
-        self._stop_limit_s = stop_limit_s
+        self._spec = spec
         self._process = process
         self._since = since
         self._observer = observer
@@ -84,6 +90,7 @@ class JobHandle:
         self._events: BoundedQueue[JobEvent] = BoundedQueue()
         self._events_changed = Condition()
         self._closed = Event()
+        self._stops = False  # a stop was requested
         self._log_readers = 0
         self._log_readers_changed = Condition()
         self._cluster = cluster
@@ -176,8 +183,10 @@ class JobHandle:
                 return
 
     def stop(self) -> None:
-        """Requests the job's end. Returns at once; may be called twice."""
+        """Requests the job's end. Returns at once; may be called twice. A process that does not
+        answer now is asked again once it does."""
         if self._thread.is_alive():
+            self._stops = True
             self._process.request_stop()
 
     def scale(self, workers: int | tuple[int, int] | str, role: str = "") -> str:
@@ -216,7 +225,7 @@ class JobHandle:
     def end(self) -> None:
         """Stops the job and waits for its end, up to the limit of a clean stop."""
         self.stop()
-        self.wait(self._stop_limit_s)
+        self.wait(STOP_MARGIN_S if self._spec is None else stop_limit_s(self._spec))
 
     def abandon(self) -> None:
         """Detaches at once; a local cluster is killed, and the job with it. Safe in a signal
@@ -276,21 +285,28 @@ class JobHandle:
                 return
 
     def _fetch_page(self, run: str, since: int) -> EventPage:
-        """The next events; retries for `UNAVAILABLE_LIMIT_S`. No events after `close`. Raises
+        """The next events; retries while the process may come back. No events after `close`. Raises
         JobFailedError if the process does not answer, or has ended without a record of its end."""
-        deadline_s = time.monotonic() + UNAVAILABLE_LIMIT_S
+        since_s, warned = time.monotonic(), False
         while True:
             try:
-                return self._process.call(
+                page = self._process.call(
                     JobActor.fetch_events,
                     run,
                     since,
                     LONG_POLL_S,
                     timeout_s=LONG_POLL_S + ANSWER_MARGIN_S,
                 )
+                if self._stops and page.run != run:  # it is another process
+                    self._process.request_stop()
+                return page
             except JobUnavailableError as unavailable:
-                if time.monotonic() > deadline_s:
-                    raise JobFailedError(unavailable.seen) from None
+                away_s, limit_s = time.monotonic() - since_s, self._away_limit_s
+                if away_s > limit_s:
+                    raise _given_up(self.name, unavailable, limit_s) from None
+                if away_s > CALL_TIMEOUT_S and not warned:
+                    warned = True
+                    self._deliver(_awaited(unavailable, limit_s))
             except JobProcessLostError as lost:
                 # Another client may have acknowledged the end, and the process has ended itself.
                 if (ended := load_ended(self._process.name)) is None:
@@ -298,6 +314,13 @@ class JobHandle:
                 return EventPage(run, (), since, ended=ended)
             if self._closed.wait(_RETRY_PAUSE_S):
                 return EventPage(run, (), since)
+
+    @property
+    def _away_limit_s(self) -> float:
+        """A local cluster's head does not come back."""
+        if self._spec is None or self._cluster.is_local:
+            return UNAVAILABLE_LIMIT_S
+        return head_limit_s(self._spec)
 
     def _deliver(self, event: JobEvent) -> None:
         with self._events_changed:
@@ -310,3 +333,18 @@ class JobHandle:
         except Exception:  # noqa: BLE001  # user code must not end this thread
             traceback.print_exc()
             self._observer = NullObserver()
+
+
+def _awaited(unavailable: JobUnavailableError, limit_s: float) -> JobWarning:
+    return JobWarning(
+        f"{unavailable.seen}; the workers may train on without it: waiting at most {limit_s:g} s "
+        "(recovery.orphan_s)"
+    )
+
+
+def _given_up(job: str, unavailable: JobUnavailableError, limit_s: float) -> JobFailedError:
+    return JobFailedError(
+        f"{unavailable.seen}, for {limit_s:g} s",
+        fix=f"start the cluster's head again; then `rayzero logs -f {job}` follows the job if it "
+        "has lived on, and `rayzero resume` continues it if not",
+    )

@@ -12,9 +12,11 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Lock, Thread
+from typing import TypeVar
 
 from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.engine.checkpoint.store import is_remote, local_path
@@ -29,6 +31,8 @@ from rayzero.orchestrator.job.claims import (
     this_process,
 )
 from rayzero.orchestrator.journal.files import has_journal, read_journal
+
+T = TypeVar("T")
 
 CLAIM_POLL_S = 0.5  # pause between two lists of the claims
 RENEWALS_PER_LEASE = 4  # renewals during the time of a lease; all but one of them may fail
@@ -65,12 +69,30 @@ def acquire(own: Claim, claims: ClaimStore, wait: Callable[[Claim], None]) -> Cl
             return own
 
 
+def outlast_store(
+    call: Callable[[], T], warn: Callable[[str], None], is_stopped: Callable[[], bool]
+) -> T:
+    """Calls again, while the store does not answer, for a job that trains meanwhile. Blocks. Raises
+    what `call` raises; JobStoppedError instead of StoreError once `is_stopped`."""
+    warned = False
+    while True:
+        try:
+            return call()
+        except StoreError as error:
+            if is_stopped():
+                raise JobStoppedError(f"the job was stopped, and {error.seen}") from None
+            if not warned:
+                warn(f"trying again, while the workers train on: {error.seen}")
+            warned = True
+        time.sleep(CLAIM_POLL_S)
+
+
 def acquire_lease(
     job_folder: str,
     job: str,
     lease_s: float,
     warn: Callable[[str], None],
-    is_stopped: Callable[[], bool] = lambda: False,
+    is_stopped: Callable[[], bool] | None = None,
     *,
     run: str = "",
     on_lost: Callable[[RayzeroError], object] = lambda _: None,
@@ -79,6 +101,8 @@ def acquire_lease(
     """Acquires a job's folder for this process. Waits for the end of a lease that may be lost.
 
     Args:
+        is_stopped: ends the wait; None: the job trains already, so it needs the lease for its end,
+            too, and waits for a store that does not answer.
         run: id of the run that this process writes into the folder's journal.
         on_lost: called once, in the lease's thread, when another process has acquired the folder.
         on_removed: called in any thread, when the folder had been removed and was made again.
@@ -93,7 +117,7 @@ def acquire_lease(
 
     def wait(blocking: Claim) -> None:
         nonlocal warned
-        if is_stopped():
+        if is_stopped is not None and is_stopped():
             claims.delete(own.id)
             raise JobStoppedError(f"job {job!r} was stopped before it began")
         if not warned:
@@ -104,7 +128,10 @@ def acquire_lease(
             )
         time.sleep(CLAIM_POLL_S)
 
-    holder = acquire(own, claims, wait)
+    def begin() -> Claim:
+        return acquire(own, claims, wait)
+
+    holder = begin() if is_stopped is not None else outlast_store(begin, warn, lambda: False)
     if holder.id != own.id:
         raise ConfigError(
             f"{redact_url(job_folder)} is in use: {_describe_holder(holder)} writes there",
@@ -144,8 +171,7 @@ class AwaitedLease:
         """Blocks until the lease is held. Raises as `acquire_lease`."""
         self._decided.wait()
         if self._lease is None:
-            refusal = self._refusal or JobStoppedError("the lease was given up")
-            raise type(refusal)(refusal.seen, refusal.allowed, refusal.fix)
+            raise copy(self._refusal or JobStoppedError("the lease was given up"))
         return self._lease
 
     def check(self) -> None:

@@ -91,11 +91,6 @@ class _Rank(_Row):
     silent_s: Amount | None
 
 
-class _RoleSize(_Row):
-    at_s: UnixTime
-    world_size: Count
-
-
 class _RoleValue(_Row):
     mean: FiniteFloat | None
 
@@ -103,7 +98,7 @@ class _RoleValue(_Row):
 class _Role(_Limits):
     workers: Count
     faults: dict[str, Count]
-    generations: list[_RoleSize] = Field(default_factory=list)
+    generations: list[_GenerationEntry] = Field(default_factory=list)
     seen_faults: list[_FaultEntry] = Field(default_factory=list)
     tokens_per_s: Amount | None = None
     version: Count | None = None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rayzero.orchestrator.policies.recovery import StoredSlot
@@ -33,30 +33,29 @@ class PinnedStep:
 class PinnedSteps:
     """Which steps are pinned in the vaults, and up to which they may be released. Pure.
 
-    A step is never released while it is written.
+    They are written one after another, in their order; none is released before.
     """
 
     def __init__(self) -> None:
         # Keys are (generation, step); values are ranks' messages and nodes.
         self._incomplete: dict[tuple[int, int], dict[int, tuple[Pinned, str]]] = {}
-        self._in_progress: set[tuple[int, int]] = set()
-        self._limits: dict[int, int] = {}
-        self._released: dict[int, int] = {}
+        self.writing: deque[PinnedStep] = deque()
+        """Until `complete`, the oldest first."""
         self._resumed = (0, 0)
+        self._passed = 0  # of that generation: see `resume`
+        self._oldest = 1  # the pins of earlier generations are released
 
     def add_rank(self, message: Pinned, node_id: str, world_size: int) -> PinnedStep | None:
-        """Returns the pinned step that this message completes, if any; it is then in progress."""
+        """Returns the pinned step that this message completes, if any, which is to be written."""
         generation, step = key = (message.generation, message.step)
         if key <= self._resumed:
             return None
-        self._limits.setdefault(generation, -1)
         ranks = self._incomplete.setdefault(key, {})
         ranks[message.rank] = (message, node_id)
         if len(ranks) < world_size:
             return None
         del self._incomplete[key]
-        self._in_progress.add(key)
-        return PinnedStep(
+        pin = PinnedStep(
             generation,
             step,
             tuple(
@@ -65,13 +64,16 @@ class PinnedSteps:
             stopped_s=max(message.stopped_s for message, _ in ranks.values()),
             rank_bytes=max(message.nbytes for message, _ in ranks.values()),
         )
+        self.writing.append(pin)
+        return pin
 
     def resume(
         self, held: Iterable[StoredSlot], generation: int, world_size: int
-    ) -> PinnedStep | None:
-        """The newest step that all ranks of a lost controller's generation have pinned; it is then
-        in progress. Messages about it, and about older ones, may still come. Pins that some
-        ranks have passed without the others are released."""
+    ) -> tuple[PinnedStep | None, int]:
+        """The newest step that all ranks of a lost controller's generation have pinned, which is to
+        be written; messages about it, and about older ones, may still come. And the step up to
+        which pins may be released: those that some ranks have passed without the others. They are
+        released with the step that is written, if there is one."""
         newest: defaultdict[int, int] = defaultdict(int)
         by_step: defaultdict[int, dict[int, StoredSlot]] = defaultdict(dict)
         for stored in held:
@@ -82,39 +84,35 @@ class PinnedSteps:
                     by_step[slot.step][slot.rank] = stored
         passed = min(newest.values(), default=0) if len(newest) == world_size else 0
         whole = [step for step, ranks in by_step.items() if len(ranks) == world_size]
-        partial = [step for step in by_step if step <= passed and step not in whole]
-        self._limits[generation] = max(partial, default=-1)
+        self._passed = max((it for it in by_step if it <= passed and it not in whole), default=0)
         if not whole:
-            return None
+            return None, self._passed
         step = max(whole)
         self._resumed = generation, step
-        self._in_progress.add((generation, step))
         ranks = by_step[step]
         slots = tuple(
             SlotRef(generation, rank, step, stored.node_id)
             for rank, stored in sorted(ranks.items())
         )
         largest = max(stored.slot.nbytes for stored in ranks.values())
-        return PinnedStep(generation, step, slots, 0.0, largest)
+        self.writing.append(PinnedStep(generation, step, slots, 0.0, largest))
+        return self.writing[-1], 0
 
-    def complete(self, pin: PinnedStep) -> None:
-        """A pin is written, or given up."""
-        self._in_progress.discard((pin.generation, pin.step))
-        self._limits[pin.generation] = max(self._limits.get(pin.generation, -1), pin.step)
+    def complete(self, pin: PinnedStep) -> tuple[int, int]:
+        """A pin is written, or given up. Returns the generation and the step up to which pins may
+        be released."""
+        self.writing.remove(pin)
+        passed = self._passed if pin.generation == self._resumed[0] else 0
+        return pin.generation, max(pin.step, passed)
 
-    def releasable(self) -> Iterator[tuple[int, int]]:
-        """Yields (generation, step): all pins up to both may be released. Each is yielded once."""
-        for generation, limit in sorted(self._limits.items()):
-            busy = [step for other, step in self._in_progress if other <= generation]
-            limit = min([limit, *(step - 1 for step in busy)])
-            if limit > self._released.get(generation, 0):
-                self._released[generation] = limit
-                yield generation, limit
-
-    def release_older(self, generation: int) -> None:
-        """The pins of generations before this one are useless from now on."""
-        for older in self._limits:
-            if older < generation:
-                self._limits[older] = ALL_STEPS
+    def release_older(self, generation: int) -> bool:
+        """A step of a generation is finished. Returns whether the pins of earlier generations,
+        useless from now on, may be released, which they are: once, when none of them is being
+        written."""
         for key in [key for key in self._incomplete if key[0] < generation]:
             del self._incomplete[key]
+        is_written = not self.writing or self.writing[0].generation >= generation
+        if generation <= self._oldest or not is_written:
+            return False
+        self._oldest = generation
+        return True

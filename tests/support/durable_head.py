@@ -1,4 +1,4 @@
-"""A Ray cluster of one node and a head with a store (RocksDB), which can be lost and come back."""
+"""A Ray cluster of nodes and a head with a store, which can be lost and come back."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ _BIND = 'mount --bind "$0" /proc/sys/kernel/random/boot_id && exec "$@"'
 
 class DurableHead:
     """Owns the cluster's processes and its folder in /tmp, until `close`. The head has no CPUs, so
-    workers run on the node.
+    workers run on the nodes.
 
     Args:
         folder: for logs.
+        cpus: of each node.
+        store: "rocksdb", or "redis", whose server outlives the head; its program must be on PATH.
     """
 
-    def __init__(self, folder: Path, cpus: int) -> None:
+    def __init__(self, folder: Path, cpus: int, nodes: int = 1, store: str = "rocksdb") -> None:
         self._folder = folder
         self._session = Path(tempfile.mkdtemp(prefix="rz-", dir="/tmp"))
         self.address = f"127.0.0.1:{free_ports(1)[0]}"
@@ -50,11 +52,18 @@ class DurableHead:
         }
         self._fork_server = ForkServer(self.env)
         self.env[ADDRESS_VARIABLE] = self._fork_server.address
-        self._node: subprocess.Popen[bytes] | None = None
         self._head: subprocess.Popen[bytes] | None = None
+        self._others: list[subprocess.Popen[bytes]] = []
+        path = str(self._session / "store")
+        self._store = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": path}
+        if store == "redis":
+            self._store = {"RAY_REDIS_ADDRESS": self._start_redis()}
         self.start_head()
-        words = (f"--address={self.address}", "--node-ip-address=127.0.0.2", f"--num-cpus={cpus}")
-        self._node = self._start("node", words, RAY_gcs_rpc_server_reconnect_timeout_s="600")
+        for number in range(nodes):
+            ip = f"--node-ip-address=127.0.0.{2 + number}"
+            words = (f"--address={self.address}", ip, f"--num-cpus={cpus}")
+            limit = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
+            self._others.append(self._start(f"node-{number}", words, **limit))
 
     def start_head(self, as_other_machine: bool = False) -> None:
         """Also the lost one, which finds what the cluster was in its store.
@@ -69,14 +78,12 @@ class DurableHead:
             *("--include-dashboard=false", "--node-ip-address=127.0.0.1", f"--port={port}"),
             f"--temp-dir={self._session}",
         )
-        store = {"storage": "rocksdb", "storage_path": str(self._session / "store")}
-        settings = {f"RAY_gcs_{name}": value for name, value in store.items()}
         other: tuple[str, ...] = ()
         if as_other_machine:
             boot_id = self._session / "boot_id"
             boot_id.write_text(f"{uuid.uuid4()}\n")
             other = (*_UNSHARE, "sh", "-c", _BIND, str(boot_id))
-        self._head = self._start("head", words, prefix=other, **settings)
+        self._head = self._start("head", words, prefix=other, **self._store)
 
     def lose_head(self, but: int | None = None) -> None:
         """SIGKILL to all of the head's processes, one excepted."""
@@ -99,12 +106,19 @@ class DurableHead:
         return found
 
     def close(self) -> None:
-        kill_trees(process.pid for process in (self._head, self._node) if process is not None)
-        for process in (self._head, self._node):
-            if process is not None:
-                process.wait(20)
+        processes = [*([] if self._head is None else [self._head]), *self._others]
+        kill_trees(process.pid for process in processes)
+        for process in processes:
+            process.wait(20)
         self._fork_server.stop()
         shutil.rmtree(self._session, ignore_errors=True)
+
+    def _start_redis(self) -> str:
+        """Returns its address."""
+        port = free_ports(1)[0]
+        command = ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--save", ""]
+        self._others.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+        return f"127.0.0.1:{port}"
 
     def _start(
         self, name: str, words: tuple[str, ...], prefix: tuple[str, ...] = (), **env: str

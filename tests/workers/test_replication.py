@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from threading import Event, Lock
+from threading import Event, Lock, Thread
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from rayzero.orchestrator.policies.recovery import StoredSlot, newest_complete_i
 from rayzero.workers.agent.link import AgentAddress, Attach
 from rayzero.workers.agent.node_agent import AgentServer
 from rayzero.workers.vault import replicas
-from rayzero.workers.vault.actor import VaultActor, process_end_event
+from rayzero.workers.vault.actor import VAULT_CALL_THREADS, VaultActor, process_end_event
 from rayzero.workers.vault.client import VaultClient
 from rayzero.workers.vault.records import NotReplicated, SlotGoneError, SlotRef, VaultGoneError
 from tests.workers.mirror_rig import EVERY, Rig, host_state
@@ -153,6 +153,23 @@ def test_checkpoints_that_nobody_writes_do_not_stop_replicas(cluster: VaultClust
 
 def test_vault_gives_checkpoints_up_only_while_no_controller_is_connected():
     asyncio.run(_lose_controller())
+
+
+def test_controllers_that_come_and_go_hold_one_thread_of_a_vault():
+    """Each waits for its end, and is lost without a word."""
+    vault = VaultActor("job", "a")
+    waiting: list[Thread] = []
+    for _ in range(VAULT_CALL_THREADS + 1):
+        before = vault._asked_again
+        waiting.append(Thread(target=vault.wait_end, daemon=True))
+        waiting[-1].start()
+        while vault._asked_again is before:
+            time.sleep(0.001)
+        for earlier in waiting[:-1]:
+            earlier.join(LIMIT_S)
+        assert [thread.is_alive() for thread in waiting] == [False] * (len(waiting) - 1) + [True]
+    vault._asked_again.set()
+    vault.close()
 
 
 async def _lose_controller() -> None:

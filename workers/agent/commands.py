@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rayzero.engine.errors import RayzeroError
-from rayzero.workers.agent.link import Attach, WorkerCommand
+from rayzero.workers.agent.link import Obedience, WorkerCommand, unpack_call
 
 COMMAND_THREADS = 3
 """Of commands that run concurrently: salvage may take long, and stacks must not wait for it."""
@@ -40,7 +40,7 @@ class CommandRunner:
     def __init__(self, target: Any, answer: Callable[[bytes], None]) -> None:
         self._target = target
         self._answer = answer
-        self._obeyed = Attach(0, b"")
+        self._obedience = Obedience()
         self._newest = 0  # of the commands of that controller
         self._in_order = ThreadPoolExecutor(1, "rayzero-order")
         self._concurrent = ThreadPoolExecutor(COMMAND_THREADS, "rayzero-command")
@@ -49,19 +49,19 @@ class CommandRunner:
         """Begins a command, unless it has come before, over another agent's stream, or its
         controller has lost the job. Called by one thread."""
         controller, number = command.controller, command.number
-        if controller.epoch < self._obeyed.epoch:
+        if not self._obedience.accepts(controller):
             return
-        if controller != self._obeyed:
-            self._obeyed, self._newest = controller, 0
+        if self._obedience.supersede(controller):
+            self._newest = 0
         if number > self._newest:
             self._newest = number
             pool = self._in_order if command.in_order else self._concurrent
             pool.submit(self._run, command)
 
     def _run(self, command: WorkerCommand) -> None:
-        if command.controller != self._obeyed:
+        if command.controller != self._obedience.obeyed:
             return  # it has lost the job since
-        method, arguments = pickle.loads(command.call)
+        method, arguments = unpack_call(command.call)
         own = pickle.loads(command.own)
         reply = run_call(self._target, method, (*arguments, *own))
         self._answer(pickle.dumps((command.controller.controller, command.number, reply)))

@@ -18,7 +18,7 @@ from typing import Any
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.workers.agent.commands import run_call
-from rayzero.workers.agent.link import Attach, FrameKind, Hello, Link, read_frame
+from rayzero.workers.agent.link import Attach, FrameKind, Hello, Link, Obedience, read_frame
 from rayzero.workers.agent.local_workers import LocalWorkers
 from rayzero.workers.authenticated import AuthenticatedServer
 
@@ -54,7 +54,7 @@ class AgentServer(AuthenticatedServer):
         self._end_event = end_event
         self._workers = LocalWorkers(partial(self._link.send, FrameKind.MESSAGES), self._send_end)
         self._writer: asyncio.StreamWriter | None = None  # of the controller that is obeyed
-        self._obeyed = Attach(0, b"")
+        self._obedience = Obedience()
         self._stopped = Event()
         self._pool = ThreadPoolExecutor(COMMAND_THREADS, "rayzero-command")
         super().__init__("the agent of a node", AGENT_THREAD, address, _ATTACH_TIMEOUT_S)
@@ -110,15 +110,15 @@ class AgentServer(AuthenticatedServer):
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         first = await read_frame(reader)
         attach: Attach = pickle.loads(first.payload)
-        if first.kind is not FrameKind.ATTACH or attach.epoch < self._obeyed.epoch:
-            writer.write(self._link.encode(FrameKind.FENCED, pickle.dumps(self._obeyed.epoch)))
+        if first.kind is not FrameKind.ATTACH or not self._obedience.accepts(attach):
+            newest = self._obedience.obeyed.epoch
+            writer.write(self._link.encode(FrameKind.FENCED, pickle.dumps(newest)))
             writer.close()
             await writer.wait_closed()  # the refusal is sent, not reset
             return
         if self._writer is not None:  # of an earlier connection, or controller
             self._writer.transport.abort()
-        if attach != self._obeyed:
-            self._obeyed = attach
+        if self._obedience.supersede(attach):
             self._link.restart()
             self._link.drop(FrameKind.REPLY)
             self._workers.drop_commands()
@@ -145,7 +145,7 @@ class AgentServer(AuthenticatedServer):
                 self._link.close()
 
     def _reply(self, controller: bytes, reply: bytes) -> None:
-        if controller == self._obeyed.controller:
+        if controller == self._obedience.obeyed.controller:
             self._link.send(FrameKind.REPLY, reply)
 
     def _send_end(self, worker: int, pid: int, pidfd: int) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from threading import Event
+from threading import Event, Lock
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,8 @@ class VaultActor(Vault):
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         self._agent: AgentServer | None = None
         self._own_names = job, node_id
+        self._end_lock = Lock()  # Ray calls from several threads
+        self._asked_again = Event()  # of the newest `wait_end`
         self._peers: Mapping[str, Any] = {}
         self._fired: deque[FaultFired] = deque()
         self._faults = FaultSchedule(FaultRecord(output_dir), self._fired.append)
@@ -84,8 +86,14 @@ class VaultActor(Vault):
         return AgentAddress(self.address(), host, self._agent.port, self._agent.secret)
 
     def wait_end(self) -> None:
-        """Never returns: Ray fails the call, with the cause, when the process or its node ends."""
-        Event().wait()
+        """Returns only when it is called again, as by a later controller: each call holds a thread,
+        also that of a process which has ended. Ray fails the call, with the cause, when the process
+        or its node ends."""
+        asked_again = Event()
+        with self._end_lock:
+            self._asked_again.set()
+            self._asked_again = asked_again
+        asked_again.wait()
 
     def set_peers(self, peers: Mapping[str, Any]) -> None:
         """Replaces the actor handles of the other nodes' vaults, by node id."""

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 from contextlib import suppress
@@ -14,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import BoundedSemaphore
 
+from rayzero.workers.agent.link import peer_of
 from rayzero.workers.stacks import TRAINING_THREAD
 from rayzero.workers.vault.process_end import open_crash_report
 
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 MAX_SLOW_REQUESTS = 16
 """Of one connection at once, queued ones included."""
 _PIDFD_THREAD = os.O_EXCL  # PIDFD_THREAD, Linux 6.9
@@ -60,9 +59,8 @@ class Peer:
 
 def accept_peer(connection: socket.socket) -> Peer | None:
     """The peer of a new connection; None, and closed, if it is another user's process."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(raw)
-    if uid != os.getuid():
+    pid, user = peer_of(connection)
+    if user != os.getuid():
         connection.close()
         return None
     connection.setblocking(False)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import pickle
 import socket
+import time
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -123,6 +124,21 @@ async def test_silent_connection_is_made_anew(monkeypatch: pytest.MonkeyPatch):
         await proxy.close()
 
 
+async def test_controller_that_was_busy_keeps_its_connections(monkeypatch: pytest.MonkeyPatch):
+    """What came while it did not look is read before a silence is counted."""
+    monkeypatch.setattr(node_links, "SILENT_S", 0.3)
+    monkeypatch.setattr(node_agent, "BEAT_S", 0.05)
+    with agent(Commands()) as (_, address):
+        async with linked(address) as link:
+            await within(link.attached())
+            hello = link.hello
+            for _ in range(3):
+                time.sleep(0.6)  # the whole loop
+                await asyncio.sleep(0.02)
+            await within(link.call("note", 1))
+            assert link.hello is hello, "the same connection"
+
+
 async def test_end_of_the_process_ends_the_stream(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(node_links, "CAUSE_WAIT_S", 0.05)
     with agent(commands := Commands()) as (running, address):
@@ -138,17 +154,19 @@ async def test_end_of_the_process_ends_the_stream(monkeypatch: pytest.MonkeyPatc
                 await next_events(link, 1)
 
 
-async def test_one_controller_is_obeyed():
+@pytest.mark.parametrize("later", [5, 4])
+async def test_one_controller_is_obeyed(later: int):
+    """Of two with the same epoch neither has come to hold the job's folder."""
     commands = Commands()
     with agent(commands) as (_, address):
         async with linked(address, epoch=4) as first:
             await within(first.attached())
             late = asyncio.ensure_future(first.call("wait"))
             await within(first.call("note", 1))
-            async with linked(address, epoch=5) as second:
+            async with linked(address, epoch=later) as second:
                 await within(second.attached())
                 commands.may_return.set()
-                with pytest.raises(JobFailedError, match=r"taken over \(epoch 5\)"):
+                with pytest.raises(JobFailedError, match=rf"taken over \(epoch {later}\)"):
                     await within(late)
                 with pytest.raises(JobFailedError, match="taken over"):
                     await first.call("note", 2)
@@ -156,7 +174,7 @@ async def test_one_controller_is_obeyed():
                 assert await next_events(second, 1) == ["died"]
                 assert await within(second.call("note", 3)) == 3
                 await within(first.fenced())
-            async with linked(address, epoch=4) as third:
+            async with linked(address, epoch=later - 1) as third:
                 with pytest.raises(JobFailedError, match="taken over"):
                     await within(third.attached())
     assert commands.calls == [1, 3]

@@ -25,7 +25,7 @@ from rayzero.orchestrator.cluster.worker_commands import Call, WorkerCommands
 from rayzero.orchestrator.cluster.worker_watch import WorkerWatch
 from rayzero.orchestrator.errors import WorkerLostError
 from rayzero.workers.agent.commands import CommandRunner
-from rayzero.workers.agent.link import AgentAddress, Attach, WorkerCommand
+from rayzero.workers.agent.link import AgentAddress, Attach, WorkerCommand, pack_call
 from rayzero.workers.agent.message_sender import MessageSender
 from rayzero.workers.messages import Heartbeat, WorkerMessage
 from tests.orchestrator.cluster.streams import (
@@ -116,6 +116,8 @@ class Controller:
         self.watch = WorkerWatch(self.mail, self.commands, lambda worker: NODE, self.find_cause)
 
     async def find_cause(self, worker: int) -> str:
+        while worker not in self.commands._ended:
+            await asyncio.sleep(0.01)
         return "Ray's cause"
 
     @asynccontextmanager
@@ -220,12 +222,13 @@ async def test_commands_of_an_earlier_controller_are_refused():
             late.cancel()
     assert target.seen == ["wait", 2, 3]
     runner = CommandRunner(target, lambda answer: None)  # whose agent is new, and obeys all
-    for epoch, number in ((5, 1), (4, 2), (5, 1)):
-        call = pickle.dumps(("note", (10 * epoch + number,)))
+    for name, epoch, number in (("a", 5, 1), ("b", 4, 2), ("a", 5, 1), ("c", 5, 1), ("a", 5, 2)):
+        call = pack_call("note", (f"{name}{number}",))
         own = pickle.dumps(())
-        runner.begin(WorkerCommand(Attach(epoch, b"%d" % epoch), number, True, call, own))
+        runner.begin(WorkerCommand(Attach(epoch, name.encode()), number, True, call, own))
+        runner._in_order.submit(int).result()
     runner._in_order.shutdown(wait=True)
-    assert target.seen[3:] == [51]
+    assert target.seen[3:] == ["a1", "c1"]
 
 
 async def test_stopped_worker_holds_nobody_up_and_a_dead_one_is_seen():
@@ -236,7 +239,7 @@ async def test_stopped_worker_holds_nobody_up_and_a_dead_one_is_seen():
             controller.watch.subscribe([0, 1])
             await controller.call(0, "note", 0)
             process.send_signal(signal.SIGSTOP)
-            large = bytes(2**20)  # more than a socket's buffer has room for
+            large = os.urandom(2**20)  # more than a socket's buffer has room for
             replies = [controller.broadcast("note", number, large) for number in range(20)]
             for reply in replies:
                 while 1 in reply.pending:

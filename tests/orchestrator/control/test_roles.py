@@ -199,20 +199,6 @@ async def test_draining_node_is_left(folder: Path):
     assert sorted(index for index, _ in group.replaced) == [101, 102]
 
 
-async def test_lines_that_come_too_fast_are_counted(folder: Path):
-    harness, group = await started(folder)
-    lines = [LogLine(1, "stdout", "x" * 2**20, "rollout")] * 17
-    group.post(102, *lines)
-    group.post(101, LogLine(0, "stdout", "fits", "rollout"))
-    await settle()
-    first, second = harness.log.of(LogLine)
-    assert (first.speaker, second.text) == ("rollout 1", "fits")
-    assert "17 lines, 17.0 MiB, are not in this log" in first.text
-    group.post(102, *lines[:16])
-    await settle()
-    assert len(harness.log.of(LogLine)) == 18, "there is room again"
-
-
 async def test_faults_of_a_roles_worker(folder: Path):
     harness, group = await started(folder)
     reply = await harness.controller.inject(['kill(role="rollout", worker=1)'])

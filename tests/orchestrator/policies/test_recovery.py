@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.orchestrator.policies.pinned_steps import ALL_STEPS, PinnedStep, PinnedSteps
+from rayzero.orchestrator.policies.pinned_steps import PinnedStep, PinnedSteps
 from rayzero.orchestrator.policies.recovery import (
     CheckpointRef,
     Excluded,
@@ -121,25 +121,17 @@ def test_pin_is_complete_with_all_ranks():
     assert pin.stopped_s == 0.2
 
 
-def test_written_pin_is_released():
-    pins = PinnedSteps()
-    pin = pinned(pins, 1, 5)
-    assert list(pins.releasable()) == []
-    pins.complete(pin)
-    assert list(pins.releasable()) == [(1, 5)]
-    assert list(pins.releasable()) == []
-
-
-def test_pin_in_progress_is_never_released():
+def test_pins_are_released_when_they_are_written():
     pins = PinnedSteps()
     first, second = pinned(pins, 1, 5), pinned(pins, 1, 8)
-    pins.complete(second)
-    assert list(pins.releasable()) == [(1, 4)]
-    third = pinned(pins, 2, 9)
-    pins.complete(third)
-    assert list(pins.releasable()) == [(2, 4)]  # also releases older generations
-    pins.complete(first)
-    assert list(pins.releasable()) == [(1, 8), (2, 9)]
+    assert pins.complete(first) == (1, 5)
+    third = pinned(pins, 2, 7)
+    assert not pins.release_older(2), "step 8 is being written"
+    assert pins.complete(second) == (1, 8)
+    assert pins.release_older(2)
+    assert not pins.release_older(2)
+    assert [*pins.writing] == [third]
+    assert pins.complete(third) == (2, 7)
 
 
 def test_another_controller_writes_the_newest_whole_pin_and_releases_what_ranks_have_passed():
@@ -147,22 +139,19 @@ def test_another_controller_writes_the_newest_whole_pin_and_releases_what_ranks_
         return StoredSlot(SlotInfo(3, rank, 2, step, 64, pinned), "ab"[rank])
 
     pins = PinnedSteps()
-    assert pins.resume([held(0, 4), held(0, 9, False), held(1, 8, False)], 3, 2) is None
-    assert list(pins.releasable()) == [(3, 4)]
-    assert pins.resume([held(0, 10), held(1, 9, False)], 3, 2) is None, "rank 1 comes to it"
+    assert pins.resume([held(0, 4), held(0, 9, False), held(1, 8, False)], 3, 2) == (None, 4)
+    rank_1_comes_to_it = [held(0, 10), held(1, 9, False)]
+    assert pins.resume(rank_1_comes_to_it, 3, 2) == (None, 0)
     slots = [held(0, 10), held(1, 10), held(0, 12), held(1, 13, False)]
-    pin = pins.resume(slots, 3, 2)
+    pin, passed = pins.resume(slots, 3, 2)
     assert pin is not None
-    assert pin.slots == refs(3, 10, "a", "b")
-    assert list(pins.releasable()) == [(3, 9)], "not what is being written"
+    assert (pin.slots, passed) == (refs(3, 10, "a", "b"), 0), "not what is being written"
     assert pins.add_rank(Pinned(3, 0, 10, 0.1), "a", 2) is None
-    pins.complete(pin)
-    assert list(pins.releasable()) == [(3, 12)]
+    assert pins.complete(pin) == (3, 12)
 
 
 def test_pins_of_older_generations_are_released():
     pins = PinnedSteps()
     pins.add_rank(Pinned(1, 0, 5, 0.1), "a", 2)  # the other rank died
     pinned(pins, 2, 7)
-    pins.release_older(2)
-    assert list(pins.releasable()) == [(1, ALL_STEPS)]
+    assert pins.release_older(2)
