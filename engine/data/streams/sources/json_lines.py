@@ -34,11 +34,11 @@ class JsonLines(Format):
         schema = self._schema or pa.schema([])
         size = reader.file.nbytes
         read = partial(read_content, reader)
-        pieces: Iterable[tuple[int, int, bytes]] = _cut_lines(read, size, self._block_bytes)
+        pieces: Iterable[tuple[int, int, memoryview]] = _cut_lines(read, size, self._block_bytes)
         if reader.file.codec:
-            pieces = [(0, size, bytes(read(0, size)))]
+            pieces = [(0, size, read(0, size))]
         for start, nbytes, content in pieces:
-            if not content.strip():
+            if not content or bytes(content).isspace():
                 continue
             try:
                 table = _parse(content, self._schema)
@@ -59,28 +59,32 @@ class JsonLines(Format):
             raise ValueError("its content is not what was indexed")
         # The parser has a text up to five times in memory: a part of the block at a time.
         parts = _cut_lines(lambda at, size: content[at : at + size], len(content), _PARSED_BYTES)
-        return pa.concat_tables([_parse(part, schema) for _, _, part in parts if part.strip()])
+        texts = (part for _, _, part in parts if not bytes(part).isspace())
+        return pa.concat_tables([_parse(part, schema) for part in texts])
 
 
 def _cut_lines(
     read: Callable[[int, int], memoryview], size: int, least: int
-) -> Iterator[tuple[int, int, bytes]]:
-    """First byte, bytes and content of whole lines of `least` bytes or more together."""
+) -> Iterator[tuple[int, int, memoryview]]:
+    """First byte, bytes and content of whole lines of `least` bytes or more together. Nothing but
+    what may be a line's end is copied: a copy would stay with malloc, beyond `cache_bytes`."""
     start = 0
     while start < size:
         nbytes = least + _LINE_BYTES
         end = 0
         while not end:
-            content = bytes(read(start, nbytes))
-            end = content.find(b"\n", least - 1) + 1
-            if start + nbytes >= size:
-                end = end or len(content)
+            content = read(start, nbytes)
+            place = bytes(content[least - 1 :]).find(b"\n")
+            if place >= 0:
+                end = least + place
+            elif start + nbytes >= size:
+                end = len(content)
             nbytes *= 2
         yield start, end, content[:end]
         start += end
 
 
-def _parse(content: bytes | memoryview, schema: pa.Schema | None) -> pa.Table:
+def _parse(content: memoryview, schema: pa.Schema | None) -> pa.Table:
     """All lines as one chunk: types would be those of the first chunk, and wrong for the others."""
     return pj.read_json(
         pa.BufferReader(content),
