@@ -65,7 +65,7 @@ BETWEEN_S = (2.0, 12.0)
 TIMEOUT_S = 240.0
 """For a head and a controller to start, on a busy machine."""
 POLL_S = 0.5
-GCS_POLL_S = 0.02
+GCS_POLL_S = 0.05
 WATCH_S = 0.5
 """Pause between two looks at the streams of the controllers."""
 
@@ -162,16 +162,19 @@ class Course:
             outage.worker_s = time.time()
             ranks.remove(killed)
         time.sleep(max(0.0, outage.lost_s + away_s - time.time()))
-        accepts = Thread(target=self._await_gcs, args=[outage], name="gcs", daemon=True)
-        accepts.start()
+        started = Event()
+        gcs = Thread(target=self._watch_gcs, args=[outage, started], name="gcs", daemon=True)
+        gcs.start()
         with self.streams.watching():
             self._head.start_head()
-            accepts.join(TIMEOUT_S)
+            started.set()
+            gcs.join(TIMEOUT_S)
             self._wait(lambda: self._reattached_s() > outage.lost_s, "a re-attachment")
             outage.reattached_s = self._reattached_s()
-            outage.process_s = max(
-                psutil.Process(pid).create_time() for pid in self._head.processes("ray::JobActor")
-            )
+            processes = map(psutil.Process, self._head.processes("ray::JobActor"))
+            new = max(processes, key=psutil.Process.create_time)
+            outage.process_s = new.create_time()
+            outage.cpu_s = sum(new.cpu_times()[:2])
             self._wait_for_step()
         outage.ended = len({*ranks} - self._head.processes("ray::WorkerActor"))
         return outage
@@ -197,12 +200,17 @@ class Course:
         entries = [json.loads(line) for line in lines if '"reattached"' in line]
         return max((entry["at_s"] for entry in entries), default=0.0)
 
-    def _await_gcs(self, outage: Outage) -> None:
+    def _watch_gcs(self, outage: Outage, started: Event) -> None:
+        """Until the head has started: an attempt may fail in Ray, and the next one has another
+        GCS."""
         host, _, port = self._head.address.rpartition(":")
-        while not outage.gcs_s:
-            with suppress(OSError), socket.create_connection((host, int(port)), TIMEOUT_S):
-                outage.gcs_s = time.time()
-            time.sleep(GCS_POLL_S)
+        while not (started.is_set() and outage.gcs_s):
+            try:
+                socket.create_connection((host, int(port)), TIMEOUT_S).close()
+                outage.gcs_s = outage.gcs_s or time.time()
+            except OSError:
+                outage.gcs_s = 0.0
+            started.wait(GCS_POLL_S)
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
         deadline_s = time.monotonic() + TIMEOUT_S

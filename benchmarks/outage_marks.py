@@ -33,6 +33,7 @@ class Outage:
         gcs_s: its GCS has accepted a connection again.
         worker_s: a worker was killed; 0: none was.
         process_s: Ray has begun to start a process for the job again.
+        cpu_s: processor time of that process until it was seen to have the workers.
         reattached_s: the job's new process has the workers, by the journal.
         ended: ranks that ended, and were not killed.
         alone: steps that were finished until the head was back.
@@ -46,6 +47,7 @@ class Outage:
     worker_s: float = 0.0
     gcs_s: float = 0.0
     process_s: float = 0.0
+    cpu_s: float = 0.0
     reattached_s: float = 0.0
     ended: int = 0
     alone: int = 0

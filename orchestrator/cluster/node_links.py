@@ -65,6 +65,10 @@ class WorkerMail:
         self.on_answer: Callable[[int, bytes], None] = lambda worker, payload: None
         """Called with each answer to a command; one that is sent again comes again."""
 
+    def has_heard(self, worker: int) -> bool:
+        """Whether a message of the worker has come, so that its agent sees it end."""
+        return worker in self._numbers
+
     def subscribe(self, worker: int, receive: MailReceiver) -> None:
         """Calls `receive` with the index and each list of messages, those that came before
         included."""

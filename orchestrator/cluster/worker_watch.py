@@ -20,7 +20,8 @@ class WorkerWatch:
 
     A worker whose end Ray confirms is reported once, after the messages received so far, and
     unsubscribed. Ray, which may know the cause, is asked once an agent has reported the end of the
-    process; and from the end of a node's connection until the worker is heard over another one.
+    process; and until the worker is heard: for the first time, and over another connection where
+    one has ended.
 
     Args:
         mail: has their messages.
@@ -65,7 +66,7 @@ class WorkerWatch:
                 continue
             self._on_node[node].add(worker)
             self._mail.subscribe(worker, self._on_messages)
-            if self._commands.is_in_doubt(worker, node):
+            if not self._mail.has_heard(worker) or self._commands.is_in_doubt(worker, node):
                 self._ask(worker)
         self._changed.notify()
 
@@ -81,7 +82,6 @@ class WorkerWatch:
         replies, nodes = PendingReplies(workers), {}
         for worker in sorted(replies.pending):
             try:
-                self._commands.check(worker)
                 nodes[worker] = self._node_of(worker)
             except WorkerLostError as lost:
                 self._mark_lost(worker, str(lost))

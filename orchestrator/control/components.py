@@ -192,6 +192,8 @@ class Components:
             dispatcher,
             pins,
             self.checkpoints,
+            versions,
+            self.roles,
         )
 
     def _build_generations(

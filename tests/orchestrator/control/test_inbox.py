@@ -196,16 +196,20 @@ async def test_messages_come_until_worker_is_lost():
     watch.close()
 
 
-@pytest.mark.parametrize("is_cut", [False, True])
-async def test_ray_is_asked_while_no_agent_sees_a_worker(is_cut: bool):
+@pytest.mark.parametrize("how", ["cut before", "cut after", "never heard"])
+async def test_ray_is_asked_while_no_agent_sees_a_worker(how: str):
     harness = WatchHarness()
-    if is_cut:  # before it is subscribed
+    if how != "never heard":
+        send(harness.mail, 1, 1)
+    if how == "cut before":
         harness.cut()
     harness.watch.subscribe([1])
-    harness.cut()
+    if how == "cut after":
+        await harness.watch.receive()
+        harness.cut()
     await settle()
     harness.link.is_connected = True
-    send(harness.mail, 1, 1)
+    send(harness.mail, 1, 2)
     await settle()
     assert harness.causes[1].cancelled(), "the agent says it"
     await harness.watch.receive()

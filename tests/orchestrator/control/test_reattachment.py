@@ -17,7 +17,7 @@ from rayzero.orchestrator.job_events import (
 )
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.progress import StepRecord
-from rayzero.workers.messages import StepReport
+from rayzero.workers.messages import GenerationSpec, RankAssignment, StepReport
 from tests.orchestrator.fake_cluster import FakeCluster
 from tests.orchestrator.support import Harness, reread, settle
 
@@ -83,6 +83,16 @@ def _drain(cluster: FakeCluster) -> None:
     cluster.step()
 
 
+def _assign_two_of_three(cluster: FakeCluster) -> None:
+    """The controller is lost while it forms the next generation: one member has not heard of it,
+    and the others wait for that where they join."""
+    _drain(cluster)
+    (before,) = {assign.generation: assign for _, assign in cluster.assigned}.values()
+    spec = GenerationSpec(2, 3, "", 0, members=before.members, survivors_stay=True)
+    for worker in (0, 2):
+        cluster._assign(worker, spec, RankAssignment(worker, 0, 0, before.vault))
+
+
 @pytest.mark.parametrize(
     ("happens", "ranks", "cause", "redone"),
     [
@@ -90,6 +100,7 @@ def _drain(cluster: FakeCluster) -> None:
         (_kill_and_notice, 2, "lost", 0),
         (_lose_node, 2, "node", 3),
         (_drain, 3, "controller", 0),
+        (_assign_two_of_three, 3, "controller", 0),
     ],
 )
 async def test_generation_that_is_not_whole_is_repaired_from_memory(
