@@ -12,7 +12,7 @@ import pickle
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -145,6 +145,16 @@ def _loads(call: bytes) -> Any:
     return unpack_call(call)
 
 
+async def _in_turn(workers: list[_Worker]) -> AsyncIterator[_Worker]:
+    """Workers, node by node; other frames, and the agents' beats, are sent in between."""
+    node = ""
+    for worker in workers:
+        if worker.info.node_id != node:
+            node = worker.info.node_id
+            await asyncio.sleep(0)
+        yield worker
+
+
 async def _beat(link: Link) -> None:
     while True:
         await asyncio.sleep(BEAT_S)
@@ -174,6 +184,7 @@ class _Cluster:
         self._step = 0
         self._slots: dict[str, list[SlotInfo]] = {}
         self._frames = count(1)
+        self._tasks: list[asyncio.Task[None]] = []
 
     def execute(self, name: str, *args: Any) -> Any:
         """Execute a command of the controller and return its reply."""
@@ -193,7 +204,7 @@ class _Cluster:
     def _do_start(self) -> tuple[WorkerInfo, ...]:
         for index in range(self._scale.workers):
             self._add(f"node-{index // self._scale.per_node}")
-        self._every(self._scale.step_s, lambda: asyncio.create_task(self._take_step()))
+        self._every(self._scale.step_s, self._take_step)
         self._every(self._scale.heartbeat_s, self._send_heartbeats)
         return tuple(worker.info for worker in self._workers)
 
@@ -224,9 +235,12 @@ class _Cluster:
         worker.generation, worker.rank = generation, place.rank
         self._members.append(worker)
         if len(self._members) == spec.world_size:
-            for member in self._members:
-                joined = Joined(generation, member.rank)
-                self._send(member, joined, Restored(generation, member.rank, self._step))
+            self._tasks.append(asyncio.create_task(self._begin(generation)))
+
+    async def _begin(self, generation: int) -> None:
+        async for member in self._members_in_turn(generation):
+            joined = Joined(generation, member.rank)
+            self._send(member, joined, Restored(generation, member.rank, self._step))
 
     def _on_fence(self, worker: _Worker, generation: int) -> None:
         if worker.generation == generation:
@@ -251,41 +265,40 @@ class _Cluster:
         self._workers.append(worker)
         return worker.info
 
-    def _send_heartbeats(self) -> None:
+    async def _send_heartbeats(self) -> None:
         """From workers that have sent nothing else."""
-        for worker in self._workers:
+        async for worker in _in_turn(self._workers):
             if worker.alive and not worker.has_sent:
                 self._send(worker)
             worker.has_sent = False
 
     async def _take_step(self) -> None:
-        """Node by node: other frames, and the agents' beats, are sent meanwhile."""
         if not self._is_complete():
             return
         self._step += 1
         step, generation, world_size = self._step, self._generation, self._world_size
         times = {"step_s": self._scale.step_s, "exposed_comm_s": 0.01}
         gauges = dict.fromkeys(GAUGES, float(step)) | times
-        nodes: defaultdict[str, list[_Worker]] = defaultdict(list)
-        for worker in self._members:
-            nodes[worker.info.node_id].append(worker)
-        for node, workers in nodes.items():
-            slots = []
-            for worker in workers:
-                if not worker.alive or worker.generation != generation:
-                    continue  # it was lost or fenced meanwhile
-                slots.append(
-                    SlotInfo(generation, worker.rank, world_size, step, SLOT_BYTES, pinned=False)
-                )
-                messages: list[WorkerMessage] = [
-                    StepReport(generation, worker.rank, step, {}, gauges)
-                ]
-                if self._draining:
-                    worker.generation = 0
-                    messages.append(Stopped(generation, worker.rank, stays=True))
-                self._send(worker, *messages)
-            self._slots[node] = slots
-            await asyncio.sleep(0)
+        slots: defaultdict[str, list[SlotInfo]] = defaultdict(list)
+        async for worker in self._members_in_turn(generation):
+            slots[worker.info.node_id].append(
+                SlotInfo(generation, worker.rank, world_size, step, SLOT_BYTES, pinned=False)
+            )
+            messages: list[WorkerMessage] = [StepReport(generation, worker.rank, step, {}, gauges)]
+            if self._draining:
+                worker.generation = 0
+                messages.append(Stopped(generation, worker.rank, stays=True))
+            self._send(worker, *messages)
+        if sum(map(len, slots.values())) < world_size:
+            self._step = step - 1  # some had no part in it
+        else:
+            self._slots = dict(slots)
+
+    async def _members_in_turn(self, generation: int) -> AsyncIterator[_Worker]:
+        """Without those that are lost or leave meanwhile."""
+        async for worker in _in_turn(self._members):
+            if worker.alive and worker.generation == generation:
+                yield worker
 
     def _inject_fault(self) -> None:
         if not self._fault_s:
@@ -330,9 +343,11 @@ class _Cluster:
     def _later(self, seconds: float, callback: Callable[[], None]) -> None:
         asyncio.get_running_loop().call_later(seconds, callback)
 
-    def _every(self, seconds: float, callback: Callable[[], None]) -> None:
-        def repeat() -> None:
-            self._later(seconds, repeat)
-            callback()
+    def _every(self, seconds: float, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        async def repeat() -> None:
+            while True:
+                began_s = time.monotonic()
+                await work()
+                await asyncio.sleep(began_s + seconds - time.monotonic())
 
-        self._later(seconds, repeat)
+        self._tasks.append(asyncio.create_task(repeat()))

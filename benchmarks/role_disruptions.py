@@ -71,8 +71,8 @@ def scale_ranks(target: Target, rng: random.Random) -> None:
 
 
 def kill_controller(target: Target, rng: random.Random) -> None:
-    """Kills the job's process. All of its processes end with it; the one that Ray starts adopts
-    the job."""
+    """Kills the job's process. The one that Ray starts continues with the others, but for those
+    that do not answer."""
     (controller,) = target.controllers()
     old = {*target.workers(), *target.role_workers(), *target.vaults()}
     stopped = rng.sample(target.role_workers(), rng.randint(0, len(target.role_workers())))
@@ -81,7 +81,9 @@ def kill_controller(target: Target, rng: random.Random) -> None:
     target.kill(controller)
     target.wait(lambda: not target.is_alive(controller), REPAIR_TIMEOUT_S, "its end")
     target.mark_fired()
-    target.wait(lambda: not any(map(target.is_alive, old)), TIMEOUT_S, "the end of its processes")
+    target.wait(
+        lambda: not any(map(target.is_alive, stopped)), TIMEOUT_S, "the end of stopped ones"
+    )
     target.wait_until_repaired(TIMEOUT_S)
-    if left := [pid for pid in old if target.is_alive(pid)]:
-        raise NotHeldError(f"{target.text}: processes {left} outlive their controller")
+    if not any(target.is_alive(pid) for pid in old.difference(stopped)):
+        raise NotHeldError(f"{target.text}: no process has outlived its controller")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,17 @@ class DataError(RayzeroError):
 
 class CollectiveError(RayzeroError):
     """A collective failed: a peer died, or the process group was aborted."""
+
+
+@contextmanager
+def named_errors(what: Callable[[], str], allowed: str = "", fix: str = "") -> Iterator[None]:
+    """Raises a DataError for an error of the user's code or a library's: what failed, and why."""
+    try:
+        yield
+    except RayzeroError:
+        raise
+    except Exception as error:
+        raise DataError(f"{what()}: {type(error).__name__}: {error}", allowed, fix) from error
 
 
 _LEAST_BEGINNING = 4

@@ -32,6 +32,19 @@ _WORKERS_ENDED = (
 )
 
 
+def _describe_reattachment(event: job_events.Reattached) -> str:
+    text = (
+        f"re-attached to generation {event.generation} at step {event.step}, after "
+        f"{event.offline_s:.0f} s without the job's process"
+    )
+    for role, count in event.roles.items():
+        text += f", with {count} worker{'s' * (count != 1)} of role {role}"
+    if not event.lost_ranks:
+        return text
+    ranks = ", ".join(map(str, event.lost_ranks))
+    return f"{text}; lost meanwhile: rank{'s' * (len(event.lost_ranks) > 1)} {ranks}"
+
+
 def event_lines(event: job_events.JobEvent) -> Iterator[str]:
     """The lines for an event; none for an event that a console shows in another way."""
     match event:
@@ -55,13 +68,7 @@ def event_lines(event: job_events.JobEvent) -> Iterator[str]:
             since = f"at step {event.step}, offline for {event.offline_s:.0f} s"
             yield f"adopted a lost run {since}: {_WORKERS_ENDED}"
         case job_events.Reattached():
-            ranks = ", ".join(map(str, event.lost_ranks))
-            yield (
-                f"re-attached to generation {event.generation} at step {event.step}, after "
-                f"{event.offline_s:.0f} s without the job's process"
-                + f"; lost meanwhile: rank{'s' * (len(event.lost_ranks) > 1)} {ranks}"
-                * bool(ranks)
-            )
+            yield _describe_reattachment(event)
         case job_events.FaultDetected():
             yield f"fault: {event.text}"
         case job_events.NodeChecked():

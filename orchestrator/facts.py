@@ -275,6 +275,10 @@ class JobFacts:
             "counters": replace(self.counters, last_step=self.step or None),
             "generations": self.generations[:-1] if has_ended else self.generations,
             "recoveries": _longer(self.recoveries, recovery_entry(event, at_s)),
+            "roles": {
+                name: role.with_outliving(event.roles.get(name, 0), at_s)
+                for name, role in self.roles.items()
+            },
         }
 
     def _record(self, event: job_events.FaultRecorded, at_s: float) -> dict[str, Any]:

@@ -6,7 +6,8 @@ buffer that clients read, the log, the journal, the metrics.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, get_args
 
 from rayzero.orchestrator.machine import State
@@ -117,6 +118,7 @@ class Reattached:
     Args:
         offline_s: since the last entry of the journal.
         lost_ranks: those without a worker, which are repaired now.
+        roles: the number of workers that have gone on, by role.
     """
 
     step: int
@@ -124,6 +126,7 @@ class Reattached:
     world_size: int
     offline_s: float
     lost_ranks: tuple[int, ...] = ()
+    roles: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,10 @@ class RoleFacts:
     """The facts of one role.
 
     Args:
-        workers: whose function runs now; `finished`: whose function has returned.
+        workers: whose function runs now.
         faults: their number by cause.
         scaled: the least and the most workers, if they were changed while the job ran.
+        returned: the numbers of the workers whose function has returned.
         sizes, seen_faults: the newest `MAX_ROLE_ENTRIES` of each, oldest first; of the faults also
             all those within the budget's window.
     """
@@ -49,9 +50,14 @@ class RoleFacts:
     workers: Count = 0
     faults: Mapping[str, Count] = field(default_factory=dict)
     scaled: tuple[Count, Count] | None = None
-    finished: Count = 0
+    returned: tuple[Count, ...] = ()
     sizes: tuple[RoleSize, ...] = ()
     seen_faults: tuple[RoleFaultEntry, ...] = ()
+
+    @property
+    def finished(self) -> int:
+        """Workers whose function has returned."""
+        return len(self.returned)
 
     def faults_on_clock(self, now_s: float, unix_s: float) -> list[Fault]:
         """The faults, as far as they are kept, for budgets: their times on this controller's clock,
@@ -85,6 +91,15 @@ class RoleFacts:
         sizes = (*self.sizes, RoleSize(at_s, workers))[-MAX_ROLE_ENTRIES:]
         return replace(self, workers=workers, sizes=sizes)
 
+    def with_outliving(self, workers: int, at_s: float) -> RoleFacts:
+        """The facts from then on, where so many workers have outlived their controller, with which
+        all of them seemed to have ended."""
+        before = self.sizes[:-1]
+        if self.workers or not before:
+            return self.with_workers(workers, at_s)
+        facts = replace(self, workers=before[-1].workers, sizes=before)
+        return facts.with_workers(workers, at_s)
+
 
 RoleEvent = (
     job_events.RoleWorkerReady
@@ -102,9 +117,12 @@ def fold_role_event(
     match event:
         case job_events.RoleWorkerReady():
             facts = facts.with_workers(event.workers, at_s)
+            returned = tuple(it for it in facts.returned if it != event.number)
+            facts = replace(facts, returned=returned)
         case job_events.RoleWorkerEnded():
             facts = facts.with_workers(event.workers, at_s)
-            facts = replace(facts, finished=facts.finished + event.has_returned)
+            if event.has_returned:
+                facts = replace(facts, returned=(*facts.returned, event.number))
         case job_events.RoleFault(cause=cause):
             text = redact_url(event.text.partition("\n")[0])
             fault = RoleFaultEntry(at_s, str(cause), event.number, text)

@@ -51,7 +51,7 @@ class GenerationSession(HostSession):
         spec: WorkerSpec,
         membership: Membership,
         retained: RetainedState,
-        host: SessionHost | None = None,
+        host: SessionHost,
     ) -> None:
         self.engine_config = spec.engine_config
         self.seed = spec.seed
@@ -87,7 +87,7 @@ class GenerationSession(HostSession):
 
     def begin(self) -> None:
         """Waits for the generation, and joins it, if the function was called ahead of it."""
-        if self._host is not None and self.assignment.is_ahead:
+        if self.assignment.is_ahead:
             self._enter(self._host.await_begin())
             try:
                 self.membership.join()
@@ -115,8 +115,6 @@ class GenerationSession(HostSession):
     def reform(self) -> None:
         """Leaves the generation, waits for the next one, and re-cuts the engines for it. Raises
         CollectiveError, with a group that is broken, if that is ended meanwhile."""
-        if self._host is None or self.engine is None:
-            raise EngineError("a session without a host has one generation")
         drained, engines = self._channel.drained, self.engines
         has_batch, step = engines.step.begins_in_forward, engines.state.step
         continues = engines.can_continue(replays_epochs=self.replays_epochs)

@@ -35,6 +35,7 @@ VAULT_ASKS = 60
 WORKER_ASKS = 6  # of which there are more
 _JOBS = "job-"
 _RUNS = "rayzero"
+_ROLE_END = ":"
 _SURE = 2  # answers that the job has no process, before its actors are ended
 
 
@@ -50,6 +51,23 @@ def job_of_actor(name: str) -> str | None:
 def owned_name(job: str, run: str, what: str) -> str:
     """The name of a worker, a vault or a placement group."""
     return f"{_RUNS}/{job}/{run}/{what}"
+
+
+def name_in_run(role: str, name: str) -> str:
+    """What a worker of a role, or the placement group for one, is called in its run; without a
+    role, a rank's."""
+    return f"{role}{_ROLE_END}{name}" if role else name
+
+
+def role_of(what: str) -> str:
+    """The role of what is called so; empty: it has none."""
+    return what.rpartition(_ROLE_END)[0]
+
+
+def index_of(what: str) -> int | None:
+    """The index of the worker that is called so; None: it is no worker's name."""
+    name = what.rpartition(_ROLE_END)[2]
+    return int(name) if name.isdecimal() else None
 
 
 @dataclass(frozen=True)

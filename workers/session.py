@@ -47,8 +47,8 @@ class JobSession(GenerationSession):
         spec: WorkerSpec,
         membership: Membership,
         retained: RetainedState,
-        host: SessionHost | None = None,
-        collectives: FunctionCollectives | None = None,
+        host: SessionHost,
+        collectives: FunctionCollectives,
     ) -> None:
         self.script_settings: ScriptSettings | None = None
         self._own_collectives = collectives
@@ -66,14 +66,12 @@ class JobSession(GenerationSession):
 
     def session_for(self, name: str | None, *, trains: bool) -> HostSession:
         if not trains:
-            if self._own_collectives is None:
-                return BesideSession(self)
             alone = self._own_collectives.is_ahead_of_peers
             return BesideSession(self, self._on_evaluating_engine, alone=alone)
         own = self.engines.choose_name(name)
         if not own:
             return self
-        if self._own_collectives is not None and self._own_collectives.has_begun:
+        if self._own_collectives.has_begun:
             self.engines.enable(None)  # a new rank would build it where others are in their loops
         return EngineSession(self, own)
 
@@ -81,8 +79,6 @@ class JobSession(GenerationSession):
         """An engine that only evaluates is ready. It has no state, so a new rank builds it alone,
         of the same weights; if these are sharded, the function does not outlive its generation."""
         own = self._own_collectives
-        if own is None:
-            return
         if own.has_begun:
             self.engines.enable(None)  # as of one that trains
         self.engines.add_evaluating(engine)
@@ -116,8 +112,7 @@ class JobSession(GenerationSession):
         self._retained.retain(self.engines.state)
         if self.engines.are_built and self._restored_in != self.assignment.generation:
             self._report_restored()
-        if self._own_collectives is not None:
-            self._own_collectives.engine_is_ready(self.engines, engine.survival)
+        self._own_collectives.engine_is_ready(self.engines, engine.survival)
 
     def _begin_step(self, *, reads_loader: bool) -> None:
         """Lets a function outlive its generations from its first step on, where new members join:
@@ -129,7 +124,7 @@ class JobSession(GenerationSession):
         if lacks_version := self._mirror.lacks_version:
             self._begin_mirror()
         own = self._own_collectives
-        if own is None or not own.begin_step():
+        if not own.begin_step():
             return
         is_own_loop = self.replays_epochs and (self.loop.divides_steps or not reads_loader)
         if self.loop.yields_again or not is_own_loop:
@@ -144,8 +139,7 @@ class JobSession(GenerationSession):
             self._mirror.begin(self.engines.state)
 
     def _on_broken(self, reason: str) -> None:
-        if self._host is not None:
-            self._host.end_group(self._channel, reason)
+        self._host.end_group(self._channel, reason)
 
     def begins_step(self, loader: object | None, *, within: bool) -> bool:
         return self.engines.step.begins(loader, within=within)

@@ -44,6 +44,9 @@ class WorkerStatus:
         messages: those that are sent once in a generation, as far as it has come in this one.
         step: the newest that it has reported in it; 0: none.
         is_leaving: its controller has ordered it to leave.
+        role: its role; empty: it is a rank's worker. One of a role has no generation; `messages`
+            has the end of its function.
+        number: in its role; None: its function was not called.
     """
 
     info: WorkerInfo
@@ -53,6 +56,8 @@ class WorkerStatus:
     messages: tuple[RankMessage, ...] = ()
     step: int = 0
     is_leaving: bool = False
+    role: str = ""
+    number: int | None = None
 
     @property
     def generation(self) -> int:

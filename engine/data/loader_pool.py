@@ -22,7 +22,7 @@ from rayzero.engine.data.loader_process import (
     dump,
     loader_server,
 )
-from rayzero.engine.errors import DataError
+from rayzero.engine.errors import DataError, named_errors
 
 _CHECK_INTERVAL_S = 0.2
 _MOST_TASKS = 16
@@ -200,15 +200,12 @@ class LoaderPool:
 
 
 def _dump(value: Any) -> bytes:
-    try:
+    with named_errors(
+        lambda: "the training data cannot be sent to the loader's processes",
+        "what cloudpickle can pickle, such as a dataset that opens its files when used",
+        "correct the dataset or transform, or set rayzero.loader.num_workers to 0",
+    ):
         return dump(value)
-    except Exception as error:
-        raise DataError(
-            "the training data cannot be sent to the loader's processes: "
-            f"{type(error).__name__}: {error}",
-            "what cloudpickle can pickle, such as a dataset that opens its files when used",
-            "correct the dataset or transform, or set rayzero.loader.num_workers to 0",
-        ) from error
 
 
 def _end_all(server: LoaderServer, processes: list[_LoaderProcess]) -> None:

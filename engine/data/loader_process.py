@@ -211,12 +211,9 @@ def _begin(file: int, server: int, libc: ctypes.CDLL) -> None:
 
 
 def _make_samples(connection: Connection) -> None:
-    try:
-        maker = pickle.loads(connection.recv_bytes())
-    except EOFError:
-        raise
-    except Exception as error:  # noqa: BLE001 -- of the user's modules: raised in the rank
-        connection.send_bytes(_dump_bad(f"{type(error).__name__}: {error}", error))
+    maker = make_sample(pickle.loads, connection.recv_bytes())
+    if isinstance(maker, BadSample):  # of the user's modules: raised in the rank
+        connection.send_bytes(_dump_made(maker))
         return
     connection.send_bytes(dump(None))
     while True:

@@ -32,7 +32,7 @@ from rayzero.engine.data.sample_source import SampleSource
 from rayzero.engine.data.sampling import MicroBatch, StepSplit, bad_samples_error
 from rayzero.engine.data.yielded_batch import YieldedBatch
 from rayzero.engine.device import get_device
-from rayzero.engine.errors import DataError
+from rayzero.engine.errors import DataError, named_errors
 from rayzero.engine.tensor_tree import map_tensors
 
 log = logging.getLogger("rayzero.engine")
@@ -217,13 +217,11 @@ class BatchReader:
         )
 
     def _collate_samples(self, numbers: list[int], samples: Sequence[Any]) -> Any:
-        try:
+        with named_errors(
+            lambda: f"samples {numbers} cannot be collated",
+            "samples of one shape and type",
+            "the dataset, or your own collate_fn",
+        ):
             if self._collate is default_collate and hasattr(samples, "collate"):
                 return samples.collate()
             return self._collate(list(samples))
-        except Exception as error:
-            raise DataError(
-                f"samples {numbers} cannot be collated: {type(error).__name__}: {error}",
-                "samples of one shape and type",
-                "the dataset, or your own collate_fn",
-            ) from error

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from rayzero.engine.data.loader_process import BadSample, SampleMaker, make_sample
 from rayzero.engine.data.sampling import MicroBatch, SampleOrder, StepSplit
 from rayzero.engine.data.way_out import way_out
-from rayzero.engine.errors import DataError
+from rayzero.engine.errors import DataError, named_errors
 
 Register = Callable[[str, Callable[[], Any], Callable[[Any], object]], None]
 """`TrainingState.register`, of what a source keeps in the training state."""
@@ -125,11 +125,9 @@ def dataset_length(dataset: object) -> int:
             f"training_data: {way_out(dataset)}; or rayzero.data.iterable(...) of it, if it has a "
             "state_dict()",
         )
-    try:
+    fix = "correct the dataset, or the data behind it"
+    with named_errors(lambda: f"len() of the training data (a {name}) failed", fix=fix):
         length = len(dataset)  # type: ignore[arg-type]
-    except Exception as error:
-        seen = f"len() of the training data (a {name}) failed: {type(error).__name__}: {error}"
-        raise DataError(seen, fix="correct the dataset, or the data behind it") from error
     if length < 1:
         raise DataError(f"the training data (a {name}) is empty", "one sample or more", "the data")
     return length

@@ -27,6 +27,8 @@ from numpy.typing import NDArray
 
 from rayzero.engine.errors import ConfigError, DataError
 
+Integers = NDArray[np.int64]
+
 _FEISTEL_ROUNDS = 8  # 4 make a pseudorandom permutation of large domains; small ones need more
 _SPLITMIX_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 _SHIFTS = np.array([30, 27, 31], dtype=np.uint64)
@@ -143,13 +145,18 @@ def samples_per_rank(
             f"the shares {tuple(shares)} of {world_size} ranks",
             "one share a rank, none negative, together 1",
         )
-    # Fractions: all ranks must compute the same counts, with the exact sum.
-    total = sum(map(Fraction, shares))
-    quotas = [Fraction(share) * global_batch / total for share in shares]
+    return divide_by_shares(global_batch, shares)
+
+
+def divide_by_shares(total: int, shares: Sequence[float]) -> tuple[int, ...]:
+    """Whole numbers in proportion to shares, whose sum is exactly `total`: by the largest
+    remainder, ties to the lower one. All ranks compute the same: with fractions."""
+    scale = Fraction(total) / sum(map(Fraction, shares))
+    quotas = [Fraction(share) * scale for share in shares]
     counts = [int(quota) for quota in quotas]
-    by_remainder = sorted(range(world_size), key=lambda rank: counts[rank] - quotas[rank])
-    for rank in by_remainder[: global_batch - sum(counts)]:
-        counts[rank] += 1
+    by_remainder = sorted(range(len(counts)), key=lambda it: counts[it] - quotas[it])
+    for number in by_remainder[: total - sum(counts)]:
+        counts[number] += 1
     return tuple(counts)
 
 

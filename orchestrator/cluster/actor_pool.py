@@ -25,8 +25,8 @@ from rayzero.orchestrator.errors import WorkerLostError
 from rayzero.orchestrator.policies.placement import Capacity, ResourceRequest, preferred_nodes
 from rayzero.workers.actor import ACTOR_THREADS
 from rayzero.workers.fork_server import worker_executable
-from rayzero.workers.lifetimes import NAMESPACE, group_of_id, owned_name, parse_owned
-from rayzero.workers.messages import WorkerInfo, WorkerSpec
+from rayzero.workers.lifetimes import NAMESPACE, group_of_id, name_in_run, owned_name, parse_owned
+from rayzero.workers.messages import RoleWorkerSpec, WorkerInfo, WorkerSpec
 from rayzero.workers.worker_status import WorkerStatus
 
 _NODE_LABEL = "ray.io/node-id"  # Ray sets it on every node
@@ -82,6 +82,9 @@ class ActorPool:
     Args:
         vaults: a node's vault is started together with its first worker.
         actor: the workers' class.
+
+    Attributes:
+        role: of its workers; empty: they are for ranks.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class ActorPool:
         actor: type[Any],
     ) -> None:
         self._worker_spec = setup
+        self.role = setup.role if isinstance(setup, RoleWorkerSpec) else ""
         self._clock = clock
         self._vaults = vaults
         self._actor = ray.remote(actor)
@@ -293,5 +297,6 @@ class ActorPool:
         reservation.worker = index
         return worker
 
-    def _name(self, what: str) -> str:
-        return owned_name(self._worker_spec.name, self._worker_spec.run, what)
+    def _name(self, name: str) -> str:
+        spec = self._worker_spec
+        return owned_name(spec.name, spec.run, name_in_run(self.role, name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +11,13 @@ from typing import Any
 from ray.exceptions import ActorUnavailableError, RayError
 
 from rayzero.orchestrator.cluster.ray_api import wait_gone
+from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 from rayzero.orchestrator.policies.attachment import (
     Attachment,
     find_attachment,
     newest_member,
 )
-from rayzero.workers.lifetimes import VAULT, Owned, find_owned
+from rayzero.workers.lifetimes import VAULT, Owned, find_owned, index_of, role_of
 from rayzero.workers.messages import WorkerInfo
 from rayzero.workers.worker_status import WorkerStatus
 
@@ -39,7 +40,7 @@ class Inherited:
     @property
     def first_index(self) -> int:
         """The index of the next worker: no earlier one has its name."""
-        return 1 + max((int(worker.what) for worker in self.workers), default=-1)
+        return 1 + max(_by_index(self.workers), default=-1)
 
     async def end_vaults(self, but_run: str) -> tuple[Owned, ...]:
         """Ends the vaults but those of a run, which it returns; all if that is empty."""
@@ -49,7 +50,7 @@ class Inherited:
 
     async def end_workers(self) -> None:
         """Ends the workers and the groups. Waits until the workers have ended."""
-        actors = await asyncio.to_thread(_actors, self.workers)
+        actors = await asyncio.to_thread(_actors, _by_index(self.workers))
         await _end((*self.groups, *self.workers))
         await wait_gone(actor.describe for actor in actors.values())
 
@@ -63,18 +64,19 @@ class Inherited:
             limit_s: how long the others may take to answer, once one has.
             first_limit_s: how long the first one may take: if none answers, all are ended.
         """
-        own = [worker for worker in self.workers if worker.run == run]
+        own = _by_index(worker for worker in self.workers if worker.run == run)
         actors = await asyncio.to_thread(_actors, own)
-        statuses, members = await _ask_all(actors, limit_s, first_limit_s)
+        roles = {index for index, worker in own.items() if role_of(worker.what)}
+        statuses, members = await _ask_all(actors, roles, limit_s, first_limit_s)
         found = find_attachment(statuses, members)
         if found is None:
             return None
         workers = tuple((status, actors[status.info.index]) for status in statuses)
-        groups = [group for group in self.groups if group.run == run]
+        groups = tuple(group for group in self.groups if group.run == run)
         living = {status.info.index for status in statuses}
-        kept = {*groups, *(worker for worker in own if int(worker.what) in living)}
+        kept = {*groups, *(worker for index, worker in own.items() if index in living)}
         await _end(it for it in (*self.groups, *self.workers) if it not in kept)
-        return LivingWorkers(found, workers, tuple(it.group for it in groups))
+        return LivingWorkers(found, workers, groups)
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,19 @@ class LivingWorkers:
 
     Args:
         workers: each with its actor.
-        groups: the ids of their placement groups, and of those that wait for a worker.
+        groups: their placement groups, and those that wait for a worker.
     """
 
     found: Attachment
     workers: tuple[tuple[WorkerStatus, Any], ...]
-    groups: tuple[str, ...]
+    groups: tuple[Owned, ...]
+
+    def hand_over(self, group: WorkerGroup) -> None:
+        """Has a group own its part of them."""
+        role = group.role
+        workers = [it for it in self.workers if it[0].role == role]
+        groups = [it.group for it in self.groups if role_of(it.what) == role]
+        group.adopt(workers, groups)
 
 
 async def find_inherited(job: str) -> Inherited:
@@ -97,16 +106,20 @@ async def find_inherited(job: str) -> Inherited:
     groups = tuple(it for it in found if it.group)
     actors = [it for it in found if not it.group]
     vaults = tuple(it for it in actors if it.what.startswith(VAULT))
-    workers = tuple(it for it in actors if it.what.isdecimal())
+    workers = tuple(it for it in actors if index_of(it.what) is not None)
     return Inherited(vaults, workers, groups)
 
 
 async def _ask_all(
-    actors: Mapping[int, Any], limit_s: float, first_limit_s: float
+    actors: Mapping[int, Any], roles: Collection[int], limit_s: float, first_limit_s: float
 ) -> tuple[list[WorkerStatus], tuple[WorkerInfo, ...]]:
     """The workers that live, and the members of their newest generation, by rank; none if no
-    function has been called. Limits as of `find_living`. Once all members have answered or ended,
-    the others, some of which only start, have as long again."""
+    function has been called. Limits as of `find_living`. Once all members and workers of roles have
+    answered or ended, the others, some of which only start, have as long again.
+
+    Args:
+        roles: the indices of the workers of roles.
+    """
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     until_s = began_s + first_limit_s
@@ -132,7 +145,7 @@ async def _ask_all(
             else:
                 generation = newest.generation
                 members = answer
-        if members and not any(it.index in pending for it in members):
+        if members and not pending.keys() & {*roles, *(it.index for it in members)}:
             until_s = min(until_s, 2 * loop.time() - began_s)
     for task in pending.values():
         task.cancel()
@@ -161,10 +174,15 @@ async def _end(owned: Iterable[Owned]) -> None:
         await asyncio.to_thread(it.end)
 
 
-def _actors(workers: Sequence[Owned]) -> dict[int, Any]:
+def _by_index(workers: Iterable[Owned]) -> dict[int, Owned]:
+    named = ((index_of(worker.what), worker) for worker in workers)
+    return {index: worker for index, worker in named if index is not None}
+
+
+def _actors(workers: Mapping[int, Owned]) -> dict[int, Any]:
     """By index."""
     actors = {}
-    for worker in workers:
+    for index, worker in workers.items():
         with suppress(ValueError):  # it has ended
-            actors[int(worker.what)] = worker.actor()
+            actors[index] = worker.actor()
     return actors

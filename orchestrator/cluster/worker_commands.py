@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -16,8 +16,6 @@ from rayzero.orchestrator.errors import WorkerLostError
 from rayzero.workers.agent.link import Attach, NodeCommand, pack_call
 from rayzero.workers.vault.records import ConnectionLost, VaultEvent
 
-MAX_UNANSWERED = 64
-"""A worker that has not answered so many commands is lost: they wait in its node's memory."""
 _ENDED = "its process has ended"
 _NOTHING = pickle.dumps(())
 
@@ -68,7 +66,6 @@ class WorkerCommands:
         self._lost: set[int] = set()
         self._ended: set[int] = set()  # of those, as far as their processes have exited
         self._watchers: list[Callable[[str], None]] = []
-        self._of_worker: Counter[int] = Counter()
 
     def send(self, nodes: Mapping[int, str], call: Call, on_answer: OnAnswer) -> int:
         """Sends a command to workers, given with their nodes. Returns its number."""
@@ -82,7 +79,6 @@ class WorkerCommands:
         )
         if nodes:
             self._unanswered[number] = command
-        self._of_worker.update(nodes.keys())
         by_node: defaultdict[str, list[int]] = defaultdict(list)
         for worker, node in nodes.items():
             by_node[node].append(worker)
@@ -90,14 +86,8 @@ class WorkerCommands:
             self._put(node, number, command, workers)
         return number
 
-    def check(self, worker: int) -> None:
-        """Raises WorkerLostError if a worker has too many commands to answer."""
-        if self._of_worker[worker] >= MAX_UNANSWERED:
-            raise WorkerLostError(f"its process has not answered {MAX_UNANSWERED} commands")
-
     async def call(self, worker: int, node: str, call: Call) -> Any:
         """The result of a call in one worker; raises what it raises, and WorkerLostError."""
-        self.check(worker)
         answer = asyncio.get_running_loop().create_future()
 
         def on_answer(_: int, error: Exception | None, result: Any) -> None:
@@ -154,9 +144,8 @@ class WorkerCommands:
     def end(self, worker: int, cause: str) -> None:
         """A worker's process has ended: it answers nothing any more."""
         self._lost.add(worker)
-        if self._of_worker[worker]:
-            for number in tuple(self._unanswered):
-                self._answer(number, worker, WorkerLostError(cause), None)
+        for number in tuple(self._unanswered):
+            self._answer(number, worker, WorkerLostError(cause), None)
 
     def _answer(self, number: int, worker: int, error: Exception | None, result: Any) -> None:
         command = self._forget(number, worker)
@@ -168,7 +157,6 @@ class WorkerCommands:
         command = self._unanswered.get(number)
         if command is None or command.nodes.pop(worker, None) is None:
             return None
-        self._of_worker[worker] -= 1
         if not command.nodes:
             del self._unanswered[number]
         return command

@@ -97,6 +97,11 @@ class WorkerGroup:
             self._find_cause,
         )
 
+    @property
+    def role(self) -> str:
+        """Of its workers; empty: they are for ranks."""
+        return self._pool.role
+
     async def start_workers(
         self,
         need: ResourceRequest,

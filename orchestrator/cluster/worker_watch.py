@@ -82,7 +82,6 @@ class WorkerWatch:
         replies, nodes = PendingReplies(workers), {}
         for worker in sorted(replies.pending):
             try:
-                self._commands.check(worker)
                 nodes[worker] = self._node_of(worker)
             except WorkerLostError as lost:
                 self._mark_lost(worker, str(lost))

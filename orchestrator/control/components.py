@@ -16,7 +16,7 @@ from rayzero.orchestrator.control.checkpoints import CheckpointWriter
 from rayzero.orchestrator.control.completion import JobCompletion
 from rayzero.orchestrator.control.dispatcher import MessageDispatcher
 from rayzero.orchestrator.control.elastic import ElasticScaler
-from rayzero.orchestrator.control.failures import FailureHandler
+from rayzero.orchestrator.control.failures import FailureHandler, Kills
 from rayzero.orchestrator.control.generation import GenerationNumbers
 from rayzero.orchestrator.control.hang_detector import HangDetector
 from rayzero.orchestrator.control.inbox import WorkerInbox
@@ -87,8 +87,9 @@ class Components:
         timer = RecoveryTimer(loop.now_s)
         calls = Calls(loop, workers, groups, patience_s)
         budget = FaultBudget(recovery.max_faults, recovery.fault_window_s)
+        kills = Kills(loop, calls, workers)
         failures = self.failures = FailureHandler(
-            budget, loop, machine, members, calls, workers, events, progress, timer
+            budget, loop, machine, members, kills, events, progress, timer
         )
         vaults = self.vaults = VaultManager(
             loop, members, calls, groups, events, patience_s, self._on_process_died
@@ -191,6 +192,8 @@ class Components:
             dispatcher,
             pins,
             self.checkpoints,
+            versions,
+            self.roles,
         )
 
     def _build_generations(

@@ -219,6 +219,7 @@ class Controller:
         if self._roles.by_name:
             self._loop.spawn(self._grow())
         await self._parts.vaults.open_attached()
+        await self._roles.rollouts.close_left()
         await self._parts.vaults.ensure_open(worker.node_id for worker in workers)
         await self._parts.scaler.health.look_at(workers)
         self._members.registry.start_s = self._loop.now_s() - began_at_s

@@ -39,15 +39,44 @@ _RAY_KILLED_FOR_MEMORY = "running low on memory"
 
 
 @dataclass(eq=False)
+class Kills:
+    """Ends the processes of lost workers."""
+
+    _loop: JobLoop
+    _calls: Calls
+    _workers: WorkerGroup
+    _pending: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def begin(self, worker: int) -> None:
+        killing = self._loop.spawn(self._kill(worker))
+        self._pending.add(killing)
+        killing.add_done_callback(self._pending.discard)
+
+    async def wait(self) -> None:
+        """Waits up to `KILL_TIMEOUT_S` until all of them have exited."""
+        if self._pending:
+            exits = asyncio.wait(set(self._pending))
+            with suppress(TimeoutError):
+                await self._loop.within(KILL_TIMEOUT_S, exits)
+
+    async def _kill(self, worker: int) -> None:
+        with suppress(WorkerUnavailableError):
+            await self._calls.worker_reply(worker, self._workers.kill(worker))
+
+
+@dataclass(eq=False)
 class FailureHandler:
-    """Keeps the job's fault history, and reports to the state machine whether the job survives."""
+    """Keeps the job's fault history, and reports to the state machine whether the job survives.
+
+    A judgement reads the whole history, and thousands of workers may be lost at once: the first
+    fault is judged at once, and all that follow in a turn of the event loop together.
+    """
 
     _budget: failure.FaultBudget
     _loop: JobLoop
     _machine: JobMachine
     _members: Members
-    _calls: Calls
-    _workers: WorkerGroup
+    kills: Kills
     _events: EventBus
     _progress: JobProgress
     _timer: RecoveryTimer
@@ -59,8 +88,12 @@ class FailureHandler:
     """By worker that is about to be lost, why, and `traceback` and `place` of its fault."""
     _recorded_dead: set[int] = field(default_factory=set)
     """Lost workers in the history: one may be lost to two generations while they change."""
+    _recorded_at: dict[int, int] = field(default_factory=dict)
+    """By worker, where its newest fault is in the history."""
     _fatal_reported: bool = False
-    _pending_kills: set[asyncio.Task[None]] = field(default_factory=set)
+    _unjudged: list[Fault] = field(default_factory=list)
+    """Faults of members that nobody has been told of yet."""
+    _judges_soon: bool = False
 
     def kill_hung(self, worker: int, hang: Hang, stacks: Stacks) -> None:
         """Kills a member that hangs, or that does not leave an ended generation."""
@@ -86,13 +119,6 @@ class FailureHandler:
                 self._fatal_reported = True
                 self._machine.post(machine.FaultFatal(error))
 
-    async def wait_killed(self) -> None:
-        """Waits up to `KILL_TIMEOUT_S` until all killed processes have exited."""
-        if self._pending_kills:
-            exits = asyncio.wait(set(self._pending_kills))
-            with suppress(TimeoutError):
-                await self._loop.within(KILL_TIMEOUT_S, exits)
-
     def on_worker_lost(self, worker: int, detail: str, stack: str = "") -> None:
         """A worker's process ended, or does not respond and counts as lost.
 
@@ -104,13 +130,12 @@ class FailureHandler:
             self._add_detail(worker, detail)
             return
         self._members.registry.mark_lost(worker)
-        self._kill(worker)  # a process that stopped responding must not come back
+        self.kills.begin(worker)  # a process that stopped responding must not come back
         cause = self._loss_cause(worker)
         _, where = self._explained.get(worker, (cause, {"traceback": stack}))
         fault = self._members.generation.on_lost(worker, cause, detail, self._loop.now_s(), **where)
         if fault is not None:
-            self._announce(fault)
-            self.evaluate()
+            self._judge(fault)
         elif not self._members.generation.finished and self._machine.state is not State.STOPPING:
             fault = Fault(
                 cause, self._members.registry.info(worker), None, 0, detail, self._loop.now_s()
@@ -126,7 +151,7 @@ class FailureHandler:
             if (member := self._members.generation.assignments.get(worker)) is not None:
                 ranks.append(member.rank)
             self._members.generation.forget(worker)
-            self._kill(worker)
+            self.kills.begin(worker)
         if ranks:
             text = ", ".join(map(str, sorted(ranks)))
             self._events.warn(
@@ -190,9 +215,23 @@ class FailureHandler:
         self._timer.fault_detected(cause, (), generation.world_size, now_s)
         self._machine.post(machine.FaultRecoverable(generation.number))
 
+    def _judge(self, fault: Fault) -> None:
+        """Judges a new fault, and others of this turn of the loop with it in the next one."""
+        self._unjudged.append(fault)
+        if not self._judges_soon:
+            self._judges_soon = True
+            self._loop.spawn(self._judge_rest())
+            self.evaluate()
+
+    async def _judge_rest(self) -> None:
+        self._judges_soon = False
+        if self._unjudged:
+            self.evaluate()
+
     def evaluate(self, *, grace_over: bool = False) -> None:
         """Asks the policy about the generation's pending faults."""
         generation = self._members.generation
+        self._announce_unjudged(generation)
         if (
             not generation.pending_faults
             or self._machine.state is State.STOPPING
@@ -226,14 +265,29 @@ class FailureHandler:
 
     def on_fault(self) -> None:
         """A member's fault was added to the pending ones."""
-        generation, calls = self._members.generation, self._members.registry.calls
-        restored_step = 0 if generation.restore is None else generation.restore.step
+        self._judge(self._members.generation.pending_faults[-1])
+
+    def _announce_unjudged(self, generation: GenerationState) -> None:
+        faults, self._unjudged = self._unjudged, []
+        if not faults:
+            return
+        calls, restore = self._members.registry.calls, generation.restore
         called_in = {it: calls[it].generation for it in generation.assignments if it in calls}
-        *others, newest = generation.pending_faults
-        newest = failure.as_newcomers(newest, self.history, called_in, restored_step)
-        generation.pending_faults = [*others, newest]
-        self._announce(newest)
-        self.evaluate()
+        late = [it for it in faults if it.generation != generation.number]  # another has begun
+        for fault in late:
+            self._record(fault)
+        pending = generation.pending_faults
+        first = len(pending) - (len(faults) - len(late))
+        new = [
+            failure.as_newcomers(fault, self.history, called_in, restore.step if restore else 0)
+            for fault in pending[first:]
+        ]
+        generation.pending_faults = [*pending[:first], *new]
+        is_fatal = bool(new) and isinstance(self._decide(generation), RayzeroError)
+        for fault in late:
+            self._announce(fault)
+        for fault in new:
+            self._announce(fault, is_fatal=is_fatal)
 
     def _start_recovery(self, generation: GenerationState, root: Fault) -> None:
         generation.fence(self._loop.now_s())
@@ -266,7 +320,7 @@ class FailureHandler:
             return
         self._members.registry.leave_out(worker)
         self._members.generation.forget(worker)
-        self._kill(worker)
+        self.kills.begin(worker)
         self._events.warn(
             f"the job continues without rank {fault.rank}, whose function failed before its first "
             "step; the next fault or resize tries again with a new worker\n  fix: change "
@@ -280,12 +334,16 @@ class FailureHandler:
         if not detail:
             return
         better = _RAY_KILLED_FOR_MEMORY in detail
-        for faults in (self._members.generation.pending_faults, self.history):
-            for index, fault in enumerate(faults):
-                if fault.worker.index == worker and (better or not fault.detail):
-                    faults[index] = replace(fault, detail=detail)
-                    self._events.warn(failure.describe_fault(faults[index]))
-        self.evaluate()
+        pending = self._members.generation.pending_faults
+        places = [(pending, at) for at, it in enumerate(pending) if it.worker.index == worker]
+        if worker in self._recorded_at:
+            places.append((self.history, self._recorded_at[worker]))
+        for faults, index in places:
+            if better or not faults[index].detail:
+                faults[index] = replace(faults[index], detail=detail)
+                self._events.warn(failure.describe_fault(faults[index]))
+        if places:
+            self.evaluate()
 
     def _loss_cause(self, worker: int) -> FaultCause:
         node_id = self._members.registry.info(worker).node_id
@@ -304,32 +362,20 @@ class FailureHandler:
         if generation is self._members.generation:
             self.evaluate(grace_over=True)
 
-    def _kill(self, worker: int) -> None:
-        killing = self._loop.spawn(self._kill_worker(worker))
-        self._pending_kills.add(killing)
-        killing.add_done_callback(self._pending_kills.discard)
-
-    async def _kill_worker(self, worker: int) -> None:
-        with suppress(WorkerUnavailableError):
-            await self._calls.worker_reply(worker, self._workers.kill(worker))
-
     def _record(self, fault: Fault) -> None:
         worker = fault.worker.index
         if fault.cause in LOSS_CAUSES and not self._members.registry.is_alive(worker):
             if worker in self._recorded_dead:
                 return
             self._recorded_dead.add(worker)
+        self._recorded_at[worker] = len(self.history)
         self.history.append(fault)
         self._events.emit(FaultRecorded(fault))
 
-    def _announce(self, fault: Fault) -> None:
+    def _announce(self, fault: Fault, *, is_fatal: bool = False) -> None:
         text = failure.describe_fault(fault)
         has_frames = fault.cause in (FaultCause.PROCESS_LOST, FaultCause.NEWCOMER)
         if has_frames and fault.traceback:
             text = f"{text}\n{fault.traceback}"
-        generation = self._members.generation
-        is_fatal = fault in generation.pending_faults and isinstance(
-            self._decide(generation), RayzeroError
-        )
         event = FaultDetected(fault.cause, fault.worker, fault.rank, fault.step, text, is_fatal)
         self._events.emit(event)

@@ -202,13 +202,19 @@ class GenerationState(ObservedState):
     ) -> Fault:
         """Adds a member's fault to the pending ones. `where`: its `traceback` and `place`."""
         rank = self.assignments[worker].rank
-        trained_s = at_s - max(self.restored.values()) if self.all_restored else 0.0
+        trained_s = at_s - self._restored_s if self.all_restored else 0.0
         member = self.workers[rank]
         fault = Fault(
             cause, member, rank, step, detail, at_s, self.number, trained_s=trained_s, **where
         )
-        self.pending_faults = [*self.pending_faults, fault]
+        self.pending_faults.append(fault)
+        self._changed()
         return fault
+
+    @cached_property
+    def _restored_s(self) -> float:
+        """When the last member had loaded its state."""
+        return max(self.restored.values())
 
 
 class GenerationNumbers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,10 @@ from rayzero.orchestrator.control.generation import GenerationState
 from rayzero.orchestrator.control.inbox import WorkerInbox
 from rayzero.orchestrator.control.loop import JobLoop
 from rayzero.orchestrator.control.members import Members
+from rayzero.orchestrator.control.roles import RolePools
 from rayzero.orchestrator.control.steps import StepReports
 from rayzero.orchestrator.control.vaults import VaultManager
+from rayzero.orchestrator.control.weight_versions import WeightVersions
 from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.job_events import GenerationStarted, Reattached, WorkersReady
 from rayzero.orchestrator.plan import JobPlan
@@ -41,6 +44,8 @@ class Reattachment:
     _dispatcher: MessageDispatcher
     _pins: CheckpointPins
     _checkpoints: CheckpointWriter
+    _versions: WeightVersions
+    _roles: RolePools
 
     def begin(self, found: Attachment, offline_s: float) -> None:
         """Takes the newest generation over, as its members describe it. No message is read before
@@ -63,10 +68,19 @@ class Reattachment:
         self._vaults.members_know(found.vault_addresses())
         step = max(facts.step, found.step)
         generation.advance_to(step + 1)
+        self._roles.rollouts.address = spec.rollouts
         lost = tuple(sorted(generation.assignments[worker.index].rank for worker in found.lost))
+        roles = Counter(status.role for status in found.roles if status.number is not None)
         self._events.emit(GenerationStarted(tuple(worker.node for worker in found.members)))
         self._events.emit(
-            Reattached(step, generation.number, generation.world_size, max(0.0, offline_s), lost)
+            Reattached(
+                step,
+                generation.number,
+                generation.world_size,
+                max(0.0, offline_s),
+                lost,
+                {role: roles[role] for role in self._roles.by_name},
+            )
         )
         self._steps.continue_generation(generation, facts.step, step, spec.shares)
         self._events.emit(WorkersReady(found.workers))
@@ -74,9 +88,12 @@ class Reattachment:
     async def resume(self, found: Attachment) -> None:
         """Continues the generation; repairs it where it is not whole."""
         await self._vaults.open_attached()
-        for node in {worker.node_id for worker in found.workers}:
+        roles = (status.info for status in found.roles)
+        for node in {worker.node_id for worker in (*found.workers, *roles)}:
             self._loop.spawn(self._vaults.open_with_retries(node, lambda: True))
         held = await self._vaults.inventory()
+        self._versions.resume(held)
+        self._roles.resume(found.roles)
         for worker in found.lost:  # the agents may have reported it, with the cause
             self._failures.on_worker_lost(worker.index, "")
         self._inbox.start(worker.index for worker in found.workers)

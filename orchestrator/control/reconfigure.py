@@ -119,7 +119,7 @@ class Reconfiguration:
         self._timer.enter_phase("fence")
         await self._loop.wait_until(lambda: not generation.active)
         self._failures.on_fenced(generation)
-        await self._failures.wait_killed()
+        await self._failures.kills.wait()
 
     async def _drain(self) -> None:
         """Returns once all members left at the end of a step. Without a limit: a step may take any

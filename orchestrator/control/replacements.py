@@ -56,7 +56,7 @@ class Replacements:
                 )
             if not self._may_replace:
                 continue
-            await self._failures.wait_killed()  # a reservation is reused only when it is empty
+            await self._failures.kills.wait()  # a reservation is reused only when it is empty
             lost = registry.awaiting_replacement
             registry.awaiting_replacement = ()
             for worker in lost:

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
-from time import time
 from typing import TYPE_CHECKING, Any
 
 from rayzero.orchestrator.control.calls import Calls, WorkerUnavailableError
 from rayzero.orchestrator.control.inbox import WorkerInbox
-from rayzero.orchestrator.control.loop import JobLoop, JobMachine
+from rayzero.orchestrator.control.loop import JobLoop
 from rayzero.orchestrator.control.members import Members
+from rayzero.orchestrator.control.role_budget import RoleBudget
 from rayzero.orchestrator.control.role_worker import RoleViews, RoleWorker
 from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.errors import JobFailedError, WorkerLostError, WorkerStartError
 from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.job_events import (
     ResourcesAwaited,
-    RoleFault,
     RoleLimitsChanged,
     RoleWorkerEnded,
     RoleWorkerReady,
 )
-from rayzero.orchestrator.machine import FaultFatal
 from rayzero.orchestrator.plan import RolePlan
-from rayzero.orchestrator.policies import placement, role_faults
-from rayzero.orchestrator.policies.failure import Fault, FaultBudget, FaultCause
+from rayzero.orchestrator.policies import role_faults
+from rayzero.orchestrator.policies.failure import Fault, FaultCause
 from rayzero.orchestrator.results import RoleStatus
 from rayzero.workers.chaos.spec import FaultSpec
 from rayzero.workers.messages import (
@@ -43,6 +41,7 @@ from rayzero.workers.roles.view import TASKS_PHASE
 from rayzero.workers.stacks import Stacks
 from rayzero.workers.step_rows import ReceivedMessage
 from rayzero.workers.vault.process_end import ProcessEnd
+from rayzero.workers.worker_status import WorkerStatus
 
 if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
     from rayzero.orchestrator.cluster.worker_group import WorkerGroup
@@ -61,7 +60,7 @@ class RolePool:
 
     plan: RolePlan
     _loop: JobLoop
-    _machine: JobMachine
+    _budget: RoleBudget
     _members: Members
     _calls: Calls
     _group: WorkerGroup
@@ -76,7 +75,6 @@ class RolePool:
     has_least: bool = False
     """Whether its least number of workers has started."""
     _spares: list[WorkerInfo] = field(default_factory=list)
-    _faults: list[Fault] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         workers = self.plan.spec.workers
@@ -84,9 +82,6 @@ class RolePool:
         past = self._events.facts.roles.get(self.plan.name)
         if past is not None:  # of the run that is adopted
             self.least, self.most = past.scaled or (self.least, self.most)
-            self._faults = past.faults_on_clock(self._loop.now_s(), time())
-        recovery = self.plan.spec.recovery
-        self._budget = FaultBudget(recovery.max_faults, recovery.fault_window_s)
         patience_s = self.plan.worker_spec.patience_s
         self._inbox = WorkerInbox(
             self._loop, self._members, self._group, patience_s, self._on_message, self._on_lost
@@ -125,6 +120,27 @@ class RolePool:
             raise JobFailedError(f"role {self.name}: {error.seen}", error.allowed, fix) from None
         for worker in first:
             self._place(worker)
+        await self._keep_running()
+
+    async def resume(self, found: Sequence[WorkerStatus]) -> None:
+        """Continues with the workers that have outlived a lost controller, and starts the missing
+        ones. Returns only with the job."""
+        if (past := self._events.facts.roles.get(self.name)) is not None:
+            self.finished.update(past.returned)
+        for status in sorted(found, key=lambda it: it.info.index, reverse=True):
+            self._take_over(status)
+        self._inbox.start(self.workers)
+        for status in found:
+            for message in status.messages:
+                self._on_message(status.info.index, message)
+        self._end_surplus()
+        self._begin_spares()
+        self._on_change()
+        most = self.most + self.plan.spec.workers.spares - len(self.finished)
+        self._group.resume(replace(self.plan.resources, min_workers=self.least, max_workers=most))
+        await self._keep_running()
+
+    async def _keep_running(self) -> None:
         self.has_least = True
         self._loop.changed.notify()
         self._loop.spawn(self._watch())
@@ -141,9 +157,7 @@ class RolePool:
         self.least, self.most = least, most
         self._events.emit(RoleLimitsChanged(self.name, least, most))
         self.grow()
-        surplus = sorted(self.workers.values(), key=lambda it: it.number)[most:]
-        for worker in surplus:
-            self._end(worker)
+        self._end_surplus()
         self._begin_spares()
 
     def grow(self) -> None:
@@ -180,6 +194,27 @@ class RolePool:
             RoleWorkerEnded(self.name, worker.number, self.running, has_returned=has_returned)
         )
         self._loop.spawn(self._release(worker.info))
+
+    def _end_surplus(self) -> None:
+        for worker in sorted(self.workers.values(), key=lambda it: it.number)[self.most :]:
+            self._end(worker)
+
+    def _take_over(self, status: WorkerStatus) -> None:
+        """Continues with a worker. Of two with a number, the older one was being replaced."""
+        info, number = status.info, status.number
+        if number is None:
+            self._spares.append(info)
+            return
+        if number in self.finished:
+            self._loop.spawn(self._release(info))
+            return
+        if any(worker.number == number for worker in self.workers.values()):
+            self._views.rollouts.on_worker_lost(info.index)
+            self._loop.spawn(self._replace(info, 0.0))
+            return
+        worker = RoleWorker(info, number, has_begun=True)
+        self.workers[info.index] = worker
+        self._loop.spawn(self._views.keep(worker, self._calls, lambda: self._has(worker)))
 
     def _place(self, info: WorkerInfo) -> None:
         """Calls the function in a new worker's process; beyond the most workers it is a spare."""
@@ -273,48 +308,12 @@ class RolePool:
             return
         self._views.rollouts.on_worker_lost(info.index)
         self._loop.changed.notify()
-        delay_s = self._record(
-            Fault(
-                cause,
-                info,
-                worker.number,
-                worker.step,
-                detail or "its process ended",
-                self._loop.now_s(),
-                traceback=traceback,
-            )
-        )
+        at_s, text = self._loop.now_s(), detail or "its process ended"
+        fault = Fault(cause, info, worker.number, worker.step, text, at_s, traceback=traceback)
+        delay_s = self._budget.record(fault, self.running)
         if delay_s is not None:
             self._loop.spawn(self._replace(info, delay_s))
             self._begin_spares()
-
-    def _record(self, fault: Fault) -> float | None:
-        """Records a fault. Returns the delay of the replacement; None if the job fails."""
-        self._faults.append(fault)
-        error = role_faults.decide(self.name, self._faults, self._budget)
-        window_s = self._budget.window_s
-        delay_s = placement.restart_backoff_s(
-            self._faults, fault.worker.node_id, window_s, fault.at_s
-        )
-        text = f"{role_faults.describe_worker(self.name, fault)}: {fault.detail}"
-        if fault.traceback and error is None:
-            text = f"{text}\n{fault.traceback}"
-        self._events.emit(
-            RoleFault(
-                self.name,
-                fault.rank or 0,
-                fault.cause,
-                fault.worker,
-                text,
-                self.running,
-                is_fatal=error is not None,
-                window_s=window_s,
-            )
-        )
-        if error is not None:
-            self._machine.post(FaultFatal(error))
-            return None
-        return delay_s
 
     def _on_start_failed(self, failure: WorkerStartError) -> None:
         """A process ended before its function was called; the group starts another one.
@@ -327,7 +326,7 @@ class RolePool:
         if failure.repeats:
             text = f"role {self.name}: a worker could not start: {failure.cause}"
             raise JobFailedError(text)
-        self._record(fault)
+        self._budget.record(fault, self.running)
 
     def _on_waiting(self, text: str) -> None:
         if text:
@@ -345,9 +344,7 @@ class RolePool:
         if self.plan.spec.workers.gpus:
             limit_s = self.plan.resources.timeout_s
             await self._calls.wait_exited(info.node_id, info.pid, limit_s)
-        window_s, now_s = self._budget.window_s, self._loop.now_s()
-        nodes = {*self.nodes, info.node_id}
-        bad = placement.quarantined_nodes(self._faults, nodes, window_s, now_s)
+        bad = self._budget.bad_nodes((*self.nodes, info.node_id))
         avoid = sorted(bad | self._members.registry.leaving_nodes)
         with suppress(WorkerLostError):  # it was released meanwhile
             self._group.replace(info.index, delay_s, avoid)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rayzero.orchestrator.control.calls import Calls, WorkerUnavailableError
 from rayzero.orchestrator.control.loop import JobLoop
@@ -22,8 +22,8 @@ class RoleWorker:
 
     info: WorkerInfo
     number: int
-    view: RoleView = field(default_factory=RoleView)
-    """The newest that it has, or is being sent."""
+    view: RoleView | None = None
+    """The newest that it has, or is being sent; None: unknown."""
     has_begun: bool = False
     hangs: bool = False
     step: int = 0

@@ -10,6 +10,7 @@ from rayzero.engine.errors import ConfigError, did_you_mean
 from rayzero.orchestrator.control.calls import Calls
 from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
+from rayzero.orchestrator.control.role_budget import RoleBudget
 from rayzero.orchestrator.control.role_pool import RolePool
 from rayzero.orchestrator.control.role_worker import RoleViews
 from rayzero.orchestrator.control.vaults import VaultManager
@@ -18,6 +19,7 @@ from rayzero.orchestrator.plan import RolePlan
 from rayzero.orchestrator.results import RoleStatus
 from rayzero.workers.chaos.spec import FaultSpec
 from rayzero.workers.vault.process_end import ProcessEnd
+from rayzero.workers.worker_status import WorkerStatus
 
 if TYPE_CHECKING:  # they import Ray, without which the controller is tested
     from rayzero.orchestrator.cluster.vault_group import VaultGroup
@@ -46,13 +48,14 @@ class RolePools:
         self._members = members
         self.rollouts = views.rollouts
         self._groups = [group for _, group in roles]
+        self._vault_group = vault_group
         vaults.on_other_process_ended = self._on_process_ended
         for plan, group in roles:
             calls = Calls(loop, group, vault_group, plan.worker_spec.patience_s)
             self.by_name[plan.name] = RolePool(
                 plan,
                 loop,
-                machine,
+                RoleBudget(plan, loop, machine, events),
                 members,
                 calls,
                 group,
@@ -85,6 +88,16 @@ class RolePools:
         self._loop.spawn(self.rollouts.run())
         for pool in self.by_name.values():
             self._loop.spawn(pool.run())
+
+    def resume(self, found: Sequence[WorkerStatus]) -> None:
+        """Continues with the workers that have outlived a lost controller."""
+        living = {status.info.index for status in found}
+        heard_of = range(1 + max(self._vault_group.last_worker, *living, -1))
+        self.rollouts.resume(index for index in heard_of if index not in living)
+        self._loop.spawn(self.rollouts.run())
+        for pool in self.by_name.values():
+            own = [status for status in found if status.role == pool.name]
+            self._loop.spawn(pool.resume(own))
 
     async def grow(self) -> None:
         """Requests more than the least numbers of workers, once each role has its own: a role, or

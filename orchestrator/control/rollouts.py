@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -49,8 +50,6 @@ class RolloutBuffer:
     _patience_s: float
     address: BufferAddress | None = None
     """Of the buffer; None: there is none at the moment."""
-    _node: str = ""
-    _vault: str = ""  # the address of the vault that the buffer is in
     _lost: tuple[int, ...] = ()  # workers, since the buffer was opened
 
     @property
@@ -70,8 +69,8 @@ class RolloutBuffer:
         """Tries to open a buffer where `open` would. False if none is needed, at once; after True
         members may be lost."""
         nodes = {worker.node_id for worker in members}
-        is_there = self.address is not None and not self._is_lost and self._node in nodes
-        if self._plan is None or is_there:
+        there = None if self._is_lost else self.address
+        if self._plan is None or (there is not None and there.node_id in nodes):
             return False
         await self._open_new(self._plan, members)
         return True
@@ -81,6 +80,16 @@ class RolloutBuffer:
         if self._plan is not None:
             self._lost = (*self._lost, worker)
             self._loop.changed.notify()
+
+    def resume(self, lost: Iterable[int]) -> None:
+        """The workers that are lost of those that a lost controller may have started."""
+        self._lost = tuple(lost)
+
+    async def close_left(self) -> None:
+        """Closes the buffer that an adopted run has left, in any of its vaults: other workers may
+        read other prompts."""
+        if self._plan is not None:
+            await asyncio.gather(*map(self._close, self._members.vault_addresses))
 
     async def run(self) -> None:
         """Keeps the buffer informed, and sees its loss. Returns only with the job, and at once if
@@ -98,7 +107,7 @@ class RolloutBuffer:
                 told = _, (generation, step), lost = self._news()
                 with suppress(VaultLostError, VaultGoneError):  # VaultManager sees the loss, too
                     counts = await self._calls.vault(
-                        self._node, Vault.update_rollouts, generation, step, lost
+                        self.address.node_id, Vault.update_rollouts, generation, step, lost
                     )
                     self._events.emit(RolloutsCounted(counts, self._stages))
 
@@ -109,15 +118,14 @@ class RolloutBuffer:
 
     @property
     def _is_lost(self) -> bool:
-        is_open = self._members.vault_addresses.get(self._node) == self._vault
-        return self.address is not None and not is_open
+        address, vaults = self.address, self._members.vault_addresses
+        return address is not None and vaults.get(address.node_id) != address.vault
 
     async def _open_new(self, plan: RolloutPlan, members: Sequence[WorkerInfo]) -> None:
         """On the node of rank 0, or where that has no vault on another one; if all fail, there is
         none a while later."""
         if self.address is not None and not self._is_lost:
-            with suppress(VaultLostError):
-                await self._calls.vault(self._node, Vault.close_rollouts)
+            await self._close(self.address.node_id)
         self.address, self._lost = None, ()
         first: dict[str, WorkerInfo] = {}
         for worker in members:
@@ -125,17 +133,20 @@ class RolloutBuffer:
         for node, worker in first.items():
             try:
                 await self._vaults.ensure_open([node])
-                vault = self._members.vault_addresses[node]
                 address = await self._calls.vault(
                     node, Vault.open_rollouts, plan, worker.ip, self._patience_s
                 )
             except (VaultLostError, VaultGoneError, JobFailedError) as error:
                 self._events.warn(f"no buffer of rollouts on node {worker.node}: {error}")
             else:
-                self._node, self._vault, self.address = node, vault, address
+                self.address = address
                 self._loop.changed.notify()
                 return
         await self._loop.sleep(COUNT_INTERVAL_S)
+
+    async def _close(self, node: str) -> None:
+        with suppress(VaultLostError):  # with its buffer, if it had one
+            await self._calls.vault(node, Vault.close_rollouts)
 
     def _on_lost(self) -> None:
         self.address = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from rayzero.orchestrator.control.generation import GenerationState
 from rayzero.orchestrator.control.members import Members
+from rayzero.orchestrator.policies.recovery import StoredSlot, newest_complete_in_vaults
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.messages import Mirrored
 from rayzero.workers.vault.records import SlotRef
@@ -37,6 +38,17 @@ class WeightVersions:
         self._begun = {}
         if generation.restore is not None and generation.restore.slots:
             self._publish(generation.restore.slots)
+
+    def resume(self, held: Sequence[StoredSlot]) -> None:
+        """Finds the version of a lost controller's generation: the newest step that its ranks have
+        mirrored, or the one that it has begun with."""
+        generation = self._members.generation
+        begun, number = generation.restore, generation.number
+        own = [it for it in held if it.slot.generation == number]
+        if begun is not None and not begun.checkpoint:
+            own += [it for it in held if it.slot.generation < number and it.slot.step == begun.step]
+        if self._is_read and (newest := newest_complete_in_vaults(own)) is not None:
+            self._publish(newest.slots)
 
     def on_mirrored(self, worker: int, message: Mirrored) -> None:
         """A rank has mirrored the state that the job or its generation begins with."""

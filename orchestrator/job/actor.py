@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -274,11 +274,15 @@ class JobActor:
 
         # Of all workers, by which agents know them.
         indices = indices_from_first()
-        workers = WorkerGroup(
-            plan.worker_spec, self._clock, self._can_grow, vaults, indices=indices
-        )
+        clock, can_grow = self._clock, self._can_grow
+        workers = WorkerGroup(plan.worker_spec, clock, can_grow, vaults, indices=indices)
+        roles = {
+            role.name: WorkerGroup(role.worker_spec, clock, can_grow, vaults, RoleActor, indices)
+            for role in plan.roles
+        }
         if taken.living is not None:  # before the vaults, which pass on what the workers have sent
-            workers.adopt(taken.living.workers, taken.living.groups)
+            for group in (workers, *roles.values()):
+                taken.living.hand_over(group)
         await vaults.attach(taken.vaults)
         past = taken.past
         if repeated := await asyncio.to_thread(repeated_result, plan, past.last):
@@ -289,7 +293,7 @@ class JobActor:
             await asyncio.to_thread(ensure_command_server)
         with suppress(RayError):  # then the record of the last run is shown for a little longer
             await asyncio.to_thread(delete_ended, plan.spec.name)
-        run = self._run = await self._open_run(taken, workers, vaults, indices)
+        run = self._run = await self._open_run(taken, workers, vaults, roles)
         if self._stop_requested:
             run.controller.post_event(machine.StopRequested())
         result = await run.controller.run()
@@ -301,7 +305,7 @@ class JobActor:
         taken: Takeover,
         workers: WorkerGroup,
         vaults: VaultGroup,
-        indices: Iterator[int],
+        roles: Mapping[str, WorkerGroup],
     ) -> JobRun:
         """Builds the run. Raises as `Telemetry`."""
         plan, warn, past, check_lease = self._plan, self._warn, taken.past, self._check_lease
@@ -330,12 +334,6 @@ class JobActor:
                 f"Ray removes {plan.output_dir} some time after the job, with its log and summary: "
                 "checkpoint.path with a shared folder or a URL keeps them"
             )
-        roles = {
-            role.name: WorkerGroup(
-                role.worker_spec, clock, self._can_grow, vaults, RoleActor, indices
-            )
-            for role in plan.roles
-        }
         store = CheckpointStore(plan, warn, adopting=past.lost is not None, check_lease=check_lease)
 
         async def flush_journal(limit_s: float) -> bool:

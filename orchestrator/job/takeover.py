@@ -50,14 +50,10 @@ async def take_over(
         RayzeroError: as `acquire_lease`, `outlast_store` and `load_past_runs`.
     """
     inherited = await find_inherited(plan.spec.name)
-    # Rollouts in a vault belong to the process that has opened them: with roles none is kept.
-    living = None
-    if not plan.roles:
-        patience_s = plan.worker_spec.patience_s
-        limit_s = reply_limit_s(patience_s)
-        living = await inherited.find_living(
-            plan.worker_spec.run, limit_s, max(limit_s, patience_s)
-        )
+    patience_s = plan.worker_spec.patience_s
+    limit_s = reply_limit_s(patience_s)
+    first_limit_s = max(limit_s, patience_s)
+    living = await inherited.find_living(plan.worker_spec.run, limit_s, first_limit_s)
     lease = begin_lease(living is not None)
     load = partial(load_past_runs, plan, warn)
     if living is not None:
@@ -71,6 +67,6 @@ async def take_over(
         epoch = (await asyncio.to_thread(lease.wait)).epoch
         await inherited.end_workers()  # first: they write into the folder
         past = await asyncio.to_thread(load)
-    continued = past.lost.run if past.lost is not None and not plan.roles else ""
+    continued = past.lost.run if past.lost is not None else ""
     vaults = await inherited.end_vaults(continued)
     return Takeover(past, vaults, living, inherited.first_index, epoch)

@@ -29,17 +29,19 @@ class Attachment:
         generation: the newest one, as one of its members has got it.
         members: of it, by rank; also those that are lost.
         present: of its members that have begun it, the living ones.
-        others: all other living workers.
+        others: all other living workers for ranks.
+        roles: the living workers of roles.
     """
 
     generation: Assignment
     members: tuple[WorkerInfo, ...]
     present: tuple[WorkerStatus, ...]
     others: tuple[WorkerStatus, ...]
+    roles: tuple[WorkerStatus, ...] = ()
 
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:
-        """All living workers."""
+        """All living workers for ranks."""
         return tuple(status.info for status in (*self.present, *self.others))
 
     @cached_property
@@ -130,8 +132,9 @@ def find_attachment(
     if not present:
         return None
     present.sort(key=lambda status: status.assignment.rank if status.assignment else 0)
-    others = [status for status in statuses if status not in present]
-    return Attachment(newest.assignment, tuple(members), tuple(present), tuple(others))
+    others = [it for it in statuses if it not in present and not it.role]
+    roles = tuple(it for it in statuses if it.role)
+    return Attachment(newest.assignment, tuple(members), tuple(present), tuple(others), roles)
 
 
 def _vault(status: WorkerStatus) -> str:

@@ -139,14 +139,12 @@ def as_newcomers(
         called_in: by member, the generation in which its function was called.
         restored_step: finished steps when the generation began.
     """
-    is_new = called_in[fault.worker.index] == fault.generation
+    is_new = fault.cause in NEWCOMERS_CAUSES and called_in[fault.worker.index] == fault.generation
+    if not is_new or fault.step > restored_step + 1:
+        return fault
     others_stay = any(generation < fault.generation for generation in called_in.values())
     is_known = _signature(fault) in map(_signature, earlier)
-    if is_new and others_stay and fault.cause in NEWCOMERS_CAUSES and not is_known:
-        return (
-            fault if fault.step > restored_step + 1 else replace(fault, cause=FaultCause.NEWCOMER)
-        )
-    return fault
+    return replace(fault, cause=FaultCause.NEWCOMER) if others_stay and not is_known else fault
 
 
 def root_cause(faults: Sequence[Fault]) -> Fault:

@@ -303,12 +303,9 @@ def quarantined_nodes(
     """The nodes to avoid: those that keep failing, and `unhealthy` ones; none if that would leave
     no node of the job."""
     all_nodes = frozenset(nodes)
-    bad = frozenset(
-        node
-        for node in all_nodes
-        if count_hardware_faults(faults, node, window_s, now_s) >= QUARANTINE_FAULTS
-    )
-    bad |= unhealthy
+    counts = Counter(it.worker.node_id for it in incidents(faults, LOSS_CAUSES, now_s - window_s))
+    failing = (node for node, count in counts.items() if count >= QUARANTINE_FAULTS)
+    bad = all_nodes.intersection(failing) | unhealthy
     return bad if all_nodes - bad else frozenset()
 
 

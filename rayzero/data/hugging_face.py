@@ -13,7 +13,7 @@ import xxhash
 from rayzero.engine.data.streams.block import BlockSource
 from rayzero.engine.data.streams.identity import digest_ends
 from rayzero.engine.data.streams.readers import hf_steps
-from rayzero.engine.errors import CONTENT_ERRORS, ConfigError, DataError, first_line
+from rayzero.engine.errors import ConfigError, DataError, named_errors
 
 ROWS_PER_BLOCK = 1000  # what datasets writes as one record batch
 MAX_SHARD_ROWS = 1 << 20
@@ -76,13 +76,11 @@ class HfRows:
     def read(self, block: int) -> pa.Table:
         """All rows of a block. Thread-safe. Raises DataError, which names them."""
         start = int(self._starts[block])
-        try:
+        with named_errors(
+            lambda: f"{self.describe(block)} cannot be read",
+            fix="restore the files of the dataset, or load it again",
+        ):
             return self._dataset[start : start + int(self.counts[block])].replace_schema_metadata()
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(
-                f"{self.describe(block)} cannot be read: {first_line(error)}",
-                fix="restore the files of the dataset, or load it again",
-            ) from error
 
     def describe(self, block: int) -> str:
         start = int(self._starts[block])
@@ -119,17 +117,10 @@ class HfShards:
             raise DataError("the dataset has no rows", "one row or more", "choose another split")
 
     def read(self, block: int) -> pa.Table:
-        """All rows of a shard. Thread-safe. Raises DataError, which names it, if it has another
-        number of rows than when they were counted."""
-        limit = int(self.counts[block])
-        parts = list(self._read_parts(int(self._shards[block]), limit))
+        """All rows of a shard, and of a longer one than it was some more: they are counted by who
+        reads. Thread-safe. Raises DataError, which names shard and row."""
+        parts = list(self._read_parts(int(self._shards[block]), int(self.counts[block])))
         table = pa.concat_tables(parts, promote_options="permissive") if parts else pa.table({})
-        if len(table) != limit:
-            raise DataError(
-                f"{self.describe(block)} has {len(table)} rows or more, and had {limit}",
-                "a dataset that yields the same rows each time",
-                _FILES,
-            )
         return table.replace_schema_metadata()
 
     def _count(self, shard: int) -> int:
@@ -146,18 +137,15 @@ class HfShards:
         """The rows of a shard, until there are more than the limit."""
         rows = 0
         part = self._dataset.shard(self._dataset.num_shards, shard)
-        try:
+        with named_errors(
+            lambda: f"{self.name}, shard {shard}, row {rows} or later cannot be read",
+            fix="restore the files of the dataset, or correct its transform",
+        ):
             for table in part.iter(batch_size=ROWS_PER_BLOCK):
                 yield table
                 rows += len(table)
                 if rows > limit:
                     return
-        except (OSError, pa.ArrowException, *CONTENT_ERRORS) as error:
-            raise DataError(
-                f"{self.name}, shard {shard}, row {rows} or later cannot be read: "
-                f"{first_line(error)}",
-                fix="restore the files of the dataset, or correct its transform",
-            ) from error
 
     def describe(self, block: int) -> str:
         return f"{self.name}, shard {self._shards[block]} of {self._dataset.num_shards}"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rayzero.data import from_hf
+from rayzero.data import from_hf, stream
 from rayzero.engine.data.streams.block import BlockSource
 from rayzero.engine.errors import ConfigError, DataError
 
@@ -86,24 +86,26 @@ def test_fingerprint_of_shards_follows_rows_at_their_beginning() -> None:
 def test_shard_with_other_rows_is_named() -> None:
     dataset = datasets.IterableDataset.from_generator(generate, gen_kwargs={"sizes": [3, 5]})
     for wrong in (4, 6):
-        with pytest.raises(DataError, match=rf"shard 1 of 2 has 5 rows.* had {wrong}"):
-            from_hf(dataset, counts=[3, wrong]).read(1)
+        with pytest.raises(DataError, match=rf"shard 1 of 2\) has 5 rows.* had {wrong}"):
+            list(stream(from_hf(dataset, counts=[3, wrong])))
 
 
 def test_row_that_raises_is_named() -> None:
     def fail(row: dict) -> dict:
         raise ValueError("bad row")
 
-    with pytest.raises(DataError, match=r"shard 0, row 0 or later cannot be read: bad row"):
+    with pytest.raises(
+        DataError, match=r"shard 0, row 0 or later cannot be read: ValueError: bad row"
+    ):
         from_hf(numbers().to_iterable_dataset().map(fail))
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = numbers().to_iterable_dataset(num_shards=2)
+    shards = numbers().to_iterable_dataset(num_shards=2)
     for dataset, message in [
-        (stream.shuffle(buffer_size=3), "rayzero.data.stream shuffles"),
-        (stream.take(3), "take"),
-        (stream.skip(3).map(lambda row: row), "skip"),
+        (shards.shuffle(buffer_size=3), "rayzero.data.stream shuffles"),
+        (shards.take(3), "take"),
+        (shards.skip(3).map(lambda row: row), "skip"),
         (numbers().with_transform(lambda rows: rows), "transform"),
         (datasets.DatasetDict(), "choose a split"),
     ]:
@@ -114,8 +116,8 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         _ = from_hf(changing).fingerprint
     monkeypatch.setattr("rayzero.data.hugging_face.MAX_SHARD_ROWS", 30)
     with pytest.raises(ConfigError, match="more than 30 rows, or no end"):
-        from_hf(stream.repeat(None))
+        from_hf(shards.repeat(None))
     with pytest.raises(ConfigError, match="1 counts are given"):
-        from_hf(stream, counts=[3])
+        from_hf(shards, counts=[3])
     with pytest.raises(DataError, match="no rows"):
         from_hf(numbers(0))

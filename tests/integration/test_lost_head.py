@@ -19,11 +19,14 @@ import ray
 from rayzero.engine.data.sample_ledger import read_ledger
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.cluster.connect import connect
-from rayzero.orchestrator.job.api import Job
+from rayzero.orchestrator.job.api import Job, Role
 from rayzero.orchestrator.job.client import JobProcess
 from rayzero.orchestrator.job.handle import JobHandle
+from rayzero.orchestrator.job_events import RoleWorkerReady
 from rayzero.orchestrator.progress import StepRecord
+from rayzero.orchestrator.spec import Workers
 from rayzero.workers.lifetimes import find_owned, has_process
+from rayzero.workers.roles.context import RoleContext
 from tests.integration.steady_job import latest_step, steady_job, wait_for, world_size
 from tests.orchestrator.support import EventLog
 from tests.support.durable_head import DurableHead
@@ -36,9 +39,10 @@ STEPS_ALONE = 20
 
 
 def test_training_outlives_the_head_and_nothing_outlives_the_job(tmp_path: Path):
-    cluster = DurableHead(tmp_path, cpus=2)
+    cluster = DurableHead(tmp_path, cpus=3)
     try:
         run_driver(cluster, "begin", tmp_path)
+        (role_worker,) = cluster.processes("ray::RoleActor")
         ledger = tmp_path / "steady" / "ledger"
         kept, killed = workers = sorted(cluster.processes("ray::WorkerActor"))
         cluster.lose_head()
@@ -48,14 +52,17 @@ def test_training_outlives_the_head_and_nothing_outlives_the_job(tmp_path: Path)
         cluster.start_head()
         run_driver(cluster, "go_on", tmp_path)
         assert sorted(cluster.processes("ray::WorkerActor")) == workers
+        assert cluster.processes("ray::RoleActor") == {role_worker}
         (steps,) = steps_by_generation(ledger)
         assert steps == [*range(1, steps[-1] + 1)]
         cluster.lose_head()
         step = max(read_ledger(ledger))
-        os.kill(killed, signal.SIGKILL)
-        wait_until(lambda: not psutil.pid_exists(killed), LIMIT_S, "the end of a worker")
+        for pid in (killed, role_worker):
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda pid=pid: not psutil.pid_exists(pid), LIMIT_S, "the end of a worker")
         cluster.start_head()
         run_driver(cluster, "go_on", tmp_path)
+        wait_until(lambda: cluster.processes("ray::RoleActor"), LIMIT_S, "another judge")
         pids = cluster.processes("ray::WorkerActor")
         assert kept in pids - {killed}
         before, *_, after = steps_by_generation(ledger)
@@ -71,8 +78,10 @@ def test_training_outlives_the_head_and_nothing_outlives_the_job(tmp_path: Path)
         assert redone == [0], "no finished step again"
         lost = [entry["lost_ranks"] for entry in entries if "lost_ranks" in entry]
         assert [len(ranks) for ranks in lost] == [0, 1]
-        assert run_driver(cluster, "lose_process", tmp_path) == {"owned": 5}
-        titles = "ray::WorkerActor", "ray::VaultActor", "ray::JobActor"
+        roles = [entry["roles"]["judge"] for entry in entries if "lost_ranks" in entry]
+        assert roles == [1, 0]
+        assert run_driver(cluster, "lose_process", tmp_path) == {"owned": 7}
+        titles = "ray::WorkerActor", "ray::VaultActor", "ray::JobActor", "ray::RoleActor"
         wait_until(lambda: not cluster.processes(*titles), LIMIT_S, "the end of all processes")
     finally:
         cluster.close()
@@ -103,7 +112,7 @@ def run_driver(cluster: DurableHead, stage: str, folder: Path) -> dict[str, Any]
 def begin(folder: Path, address: str) -> dict[str, Any]:
     event_log = EventLog()
     handle = job(folder, "steady").submit(address=address, observer=event_log)
-    wait_for(handle, lambda: latest_step(event_log) > 10)
+    wait_for(handle, lambda: latest_step(event_log) > 10 and bool(event_log.of(RoleWorkerReady)))
     return {}
 
 
@@ -140,19 +149,26 @@ def lose_process(folder: Path, address: str) -> dict[str, Any]:
     wait_for(handle, lambda: latest_step(event_log) > 3)
     process = JobProcess.find("lost")
     assert process is not None
-    owned = len(find_owned("lost"))  # two workers, their reservations, a vault
+    owned = len(find_owned("lost"))  # three workers, their reservations, a vault
     ray.kill(process.actor)
     wait_until(lambda: not has_process("lost"), LIMIT_S, "the end of the job's process")
     wait_until(lambda: not find_owned("lost"), LIMIT_S, "the end of orphans")
     return {"owned": owned}
 
 
+def judge(ctx: RoleContext) -> None:
+    while True:
+        ctx.wait(0.1)
+
+
 def job(folder: Path, name: str) -> Job:
     """Whose only copies of the state are in memory."""
+    role = Role(judge, workers=Workers(min=1, cpus=1))
     return steady_job(
         folder,
         name,
         ledger=True,
+        roles={"judge": role},
         args={"pause_s": 0.1},
         checkpoint={"path": str(folder), "every_steps": 1_000_000},
         recovery={"mirror_every": 1, "orphan_s": 60},

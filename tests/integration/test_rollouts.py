@@ -1,5 +1,6 @@
-"""A job on rollouts, on a real Ray cluster: generators, rewards, ranks and the buffer are lost, and
-each prompt is trained on exactly once. One of the generators has its weights in a vLLM."""
+"""A job on rollouts, on a real Ray cluster: generators, rewards, ranks, the buffer and the job's
+process are lost, and each prompt is trained on exactly once. One of the generators has its weights
+in a vLLM."""
 
 from __future__ import annotations
 
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 from torch import Tensor, nn
 
 import rayzero
 from rayzero.engine.data.sample_ledger import read_ledger
-from rayzero.orchestrator.job_events import Repaired, RoleWorkerReady
+from rayzero.orchestrator.job.handle import JobHandle
+from rayzero.orchestrator.job_events import Reattached, Repaired, RoleWorkerReady
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.vllm.vault_weights import LLMClient, VaultWeights
 from tests.orchestrator.support import EventLog
@@ -82,6 +85,14 @@ def score(ctx: rayzero.RoleContext) -> None:
         task.done([make_sample(*sample) for sample in task.samples])
 
 
+def lose_process(handle: JobHandle, with_worker: int) -> None:
+    """The job's process is killed, and a worker before Ray has restarted that."""
+    process = handle._running_process()
+    pid = ray.get(process.actor.__ray_call__.remote(lambda actor: os.getpid()))
+    os.kill(pid, signal.SIGKILL)
+    os.kill(with_worker, signal.SIGKILL)
+
+
 def test_each_prompt_is_trained_on_once(no_leaks: None, tmp_path: Path):
     log = EventLog()
     few = rayzero.Workers(min=1, cpus=0.25)
@@ -108,6 +119,13 @@ def test_each_prompt_is_trained_on_once(no_leaks: None, tmp_path: Path):
     for event in log.of(RoleWorkerReady)[:2]:
         os.kill(event.worker.pid, signal.SIGKILL)
     wait_for(lambda: len(log.of(RoleWorkerReady)) == 5)  # both were started again
+    lose_process(handle, with_worker=log.of(RoleWorkerReady)[-1].worker.pid)
+    wait_for(lambda: len(log.of(RoleWorkerReady)) == 6)
+    (again,) = log.of(Reattached)
+    others = {"score": 1, "rollout": 2}
+    others[log.of(RoleWorkerReady)[4].role] -= 1
+    assert (again.generation, again.lost_ranks, again.roles) == (1, (), others)
+    assert log.of(RoleWorkerReady)[5].role == log.of(RoleWorkerReady)[4].role
     hold.unlink()
     result = handle.result()
     assert [it.cause for it in log.of(Repaired)] == ["lost", "rollouts"]

@@ -65,9 +65,12 @@ from rayzero.workers.rollouts.ledger import RolloutLedger, RolloutPlan
 from rayzero.workers.stacks import Stacks
 from rayzero.workers.vault.health import HealthReport
 from rayzero.workers.vault.records import ConnectionLost, SlotInfo, SlotRef, VaultGoneError
-from rayzero.workers.worker_status import GenerationRecord
+from rayzero.workers.worker_status import GenerationRecord, WorkerStatus
 
 WorkerOutput = list[WorkerMessage] | WorkerLostError
+
+LAST_WORKER = 200
+"""The greatest index that agents have heard of, in jobs that are re-attached to."""
 
 
 @dataclass
@@ -197,14 +200,15 @@ class FakeCluster:
         self.messages, self.joining = asyncio.Queue(), asyncio.Queue()
         self.next_poll_s = 0.0
 
-    def find_attachment(self) -> Attachment | None:
+    def find_attachment(self, roles: Iterable[WorkerStatus] = ()) -> Attachment | None:
         """What the next controller finds, which ends workers that do not answer."""
         self.vaults.attached = tuple(self.vaults.by_node)
+        self.vaults.last_worker = LAST_WORKER
         statuses = [
             process.record.status(process.info, "", process.drain or process.leaving)
             for process in self.processes.values()
             if process.alive and not process.unresponsive
-        ]
+        ] + [*roles]
         newest = newest_member(statuses)
         if newest is None:
             return None
@@ -696,6 +700,7 @@ class FakeVaultGroup:
         self._buffers = count(1)
         self.opening_rollouts = False
         self.attached: tuple[str, ...] = ()
+        self.last_worker = -1
         self._cluster = cluster
 
     def has_buffer(self, address: BufferAddress | None) -> bool:
@@ -739,7 +744,8 @@ class FakeVaultGroup:
         await self._cluster.delay("rollouts")
         vault = self._vault(node_id)
         vault.rollouts, vault.told = plan, (0, 0, ())
-        vault.buffer = BufferAddress(host, next(self._buffers), vault.address.encode())
+        secret = vault.address.encode()
+        vault.buffer = BufferAddress(host, next(self._buffers), secret, node_id, vault.address)
         return vault.buffer
 
     async def update_rollouts(

@@ -8,15 +8,16 @@ from typing import Any, cast
 
 from rayzero.orchestrator.aio import WorkerReports
 from rayzero.orchestrator.errors import WorkerStartError
-from rayzero.workers.messages import Finished, WorkerInfo, WorkerMessage
+from rayzero.workers.messages import Crashed, Finished, WorkerInfo, WorkerMessage
 from rayzero.workers.roles.view import RoleView
 from rayzero.workers.stacks import Stacks
+from rayzero.workers.worker_status import WorkerStatus
 
 
 class FakeRoleGroup:
     """The processes of one role. `start` is a process that starts; the test calls it."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: int = 100) -> None:
         self.began: dict[int, tuple[int, str]] = {}
         """By worker, its number and its vault."""
         self.views: dict[int, list[RoleView]] = {}
@@ -33,7 +34,9 @@ class FakeRoleGroup:
         self.wanted = (0, 0)
         self.alive: dict[int, WorkerInfo] = {}
         """Processes that have started."""
-        self._index = 100
+        self.ends: dict[int, WorkerMessage] = {}
+        """The ends of functions, which their processes remember."""
+        self._index = index
         self._started: asyncio.Queue[WorkerInfo | Exception] = asyncio.Queue()
         self._reports: asyncio.Queue[WorkerReports] = asyncio.Queue()
 
@@ -50,7 +53,22 @@ class FakeRoleGroup:
         info = self.info(0)
         self._started.put_nowait(WorkerStartError("no memory", info, repeats, 1.0))
 
+    def statuses(self, role: str) -> list[WorkerStatus]:
+        """What its living processes answer to another controller."""
+        return [
+            WorkerStatus(
+                info,
+                "",
+                messages=(self.ends[index],) if index in self.ends else (),
+                role=role,
+                number=self.began.get(index, (None,))[0],
+            )
+            for index, info in self.alive.items()
+        ]
+
     def post(self, index: int, *messages: WorkerMessage) -> None:
+        for end in (it for it in messages if isinstance(it, Finished | Crashed)):
+            self.ends[index] = end
         self._reports.put_nowait(WorkerReports([(index, list(messages))]))
 
     def lose(self, index: int, cause: str = "killed") -> None:
@@ -67,6 +85,9 @@ class FakeRoleGroup:
             else:
                 started.append(event)
         return tuple(started)
+
+    def resume(self, need: Any) -> None:
+        self.wanted = need.min_workers, need.max_workers
 
     async def next_worker(self) -> WorkerInfo:
         event = await self._started.get()

@@ -221,6 +221,7 @@ class Harness:
         put: Callable[[JournalUpdate], None] | None = None,
         unix: Callable[[], float] | None = None,
         found: Attachment | None = None,
+        groups: dict[str, FakeRoleGroup] | None = None,
         **changes: Any,
     ) -> None:
         self.clock = VirtualClock()
@@ -237,7 +238,9 @@ class Harness:
         self.journal: list[JournalUpdate] = []
         JournalWriter(put or self.journal.append, self.events, self.telemetry.seconds)
         self.events.emit(begun(self.plan, "1" if past is None else "2", adopted=past is not None))
-        self.roles = {role.name: FakeRoleGroup() for role in self.plan.roles}
+        self.roles = groups or {
+            role.name: FakeRoleGroup(100 + 50 * place) for place, role in enumerate(self.plan.roles)
+        }
         ports = Dependencies(
             group,
             self.cluster.vaults,
@@ -259,15 +262,19 @@ class Harness:
         """Lose the controller; the next one continues with the workers that live after `between`.
         Its journal is `changes["past"]`, else all that this one has seen."""
         past = changes.pop("past", None) or reread(self.events.facts)
+        self.controller._release = self.controller._loop.tasks.cancel_all  # it tells nobody
         self.run.cancel()
         await settle()
         if self in _JOBS.get([]):
             _JOBS.get().remove(self)
         self.cluster.lose_controller()
         between()
-        found = self.cluster.find_attachment()
+        roles = [it for name, group in self.roles.items() for it in group.statuses(name)]
+        found = self.cluster.find_attachment(roles)
         assert found is not None
-        return Harness(folder, self.cluster, self.store, past, found=found, **changes)
+        return Harness(
+            folder, self.cluster, self.store, past, found=found, groups=self.roles, **changes
+        )
 
     def check_waiters(self) -> None:
         """Fails if a state change did not wake a coroutine that waits for it."""

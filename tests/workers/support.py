@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, WorkerFaultInjector
 from rayzero.workers.chaos.spec import parse_fault
-from rayzero.workers.membership import Membership
+from rayzero.workers.function_collectives import FunctionCollectives
+from rayzero.workers.membership import Membership, SessionHost
 from rayzero.workers.messages import (
     Assignment,
     GenerationSpec,
@@ -108,12 +109,19 @@ def begin(worker: WorkerProcess, generation: int = 1) -> None:
     )
 
 
+class NoHost(SessionHost):
+    """Of a function that is in one generation only."""
+
+
 def session(**changes: Any) -> tuple[JobSession, GenerationChannel, list[WorkerMessage]]:
     posted: list[WorkerMessage] = []
     channel = GenerationChannel(posted.append, 1, 0, give_up)
     injector = WorkerFaultInjector(FaultSchedule(FaultRecord("/nowhere"), posted.append), 0)
-    return (
-        JobSession(setup(**changes), Membership(ASSIGN, channel, injector), RetainedState(0, 10.0)),
-        channel,
-        posted,
+    job = JobSession(
+        setup(**changes),
+        Membership(ASSIGN, channel, injector),
+        RetainedState(0, 10.0),
+        NoHost(),
+        FunctionCollectives(0, channel.interrupt.is_set),
     )
+    return job, channel, posted

@@ -11,7 +11,13 @@ from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.workers.chaos.inject import signal_own_process
 from rayzero.workers.crash import describe_crash
 from rayzero.workers.entrypoint import TrainFunction, call_function, load_train_function
-from rayzero.workers.messages import Finished, RoleWorkerSpec, WorkerMessage
+from rayzero.workers.messages import (
+    Crashed,
+    Finished,
+    RoleWorkerSpec,
+    WorkerInfo,
+    WorkerMessage,
+)
 from rayzero.workers.process_group import warm_up_torch
 from rayzero.workers.roles.context import RoleContext
 from rayzero.workers.roles.reporter import RoleReporter
@@ -22,6 +28,7 @@ from rayzero.workers.training_thread import ProgressRecord
 from rayzero.workers.user_process import UserProcess
 from rayzero.workers.vault.client import VaultClient
 from rayzero.workers.vault.records import VaultGoneError
+from rayzero.workers.worker_status import WorkerStatus
 
 log = logging.getLogger("rayzero.workers")
 
@@ -44,11 +51,16 @@ class RoleProcess(UserProcess, RoleCalls):
         self.reporter = RoleReporter()
         self._function: TrainFunction | None = None
         self._thread: Thread | None = None
+        self._end: tuple[Finished | Crashed, ...] = ()
         self.begin_output()
 
     @property
     def log_number(self) -> int:
         return self._number
+
+    def status(self, info: WorkerInfo, group: str) -> WorkerStatus:
+        number = None if self._thread is None else self._number
+        return WorkerStatus(info, group, messages=self._end, role=self.log_role, number=number)
 
     def warm_up(self) -> None:
         """Imports what the function needs. A mistake is reported when it is called."""
@@ -99,7 +111,7 @@ class RoleProcess(UserProcess, RoleCalls):
         return read_stacks()
 
     def _run(self) -> None:
-        message: WorkerMessage
+        message: Finished | Crashed
         try:
             function = self._function or load_train_function(self._spec.entrypoint)
             device = self._select_device()
@@ -113,6 +125,7 @@ class RoleProcess(UserProcess, RoleCalls):
                 message = describe_crash(error, 0, self._number, self.progress.step)
         for tee in self._tees:
             tee.finish_line()
+        self._end = (message,)  # before a controller may have it and be lost
         self._outbox.post(message)
 
     def _finished(self) -> Finished:

@@ -7,8 +7,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class BufferAddress:
-    """The address on which a buffer of rollouts listens, and the secret that it admits."""
+    """The address on which a buffer of rollouts listens, and the secret that it admits.
+
+    Args:
+        node_id: its node's.
+        vault: the address of the vault that it is a part of.
+    """
 
     host: str
     port: int
     secret: bytes = field(repr=False)
+    node_id: str = ""
+    vault: str = ""

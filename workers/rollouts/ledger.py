@@ -176,10 +176,12 @@ class RolloutLedger:
                 until_s = now_s + self.plan.lease_s[lease.stage]
                 self._leases[attempt] = replace(lease, until_s=until_s)
 
-    def lose(self, worker: int) -> None:
-        """The worker is gone: others get its tasks, and it gets none that it still waits for."""
-        self._lost.add(worker)
-        self._return(it for it in self._leases.values() if it.worker == worker)
+    def lose(self, workers: Iterable[int]) -> None:
+        """These workers are gone: others get their tasks, and they get none that they still wait
+        for. Costs nothing for those that it knows of."""
+        if new := {*workers} - self._lost:
+            self._lost |= new
+            self._return(it for it in self._leases.values() if it.worker in new)
 
     def expire(self, now_s: float) -> bool:
         """Ends the leases whose limit has passed. Returns whether there are any."""

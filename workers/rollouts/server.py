@@ -75,9 +75,9 @@ class RolloutServer(MessageServer):
         """See `RolloutLedger.publish`."""
         self.call_soon(partial(self._change, partial(self._ledger.publish, generation, version)))
 
-    def lose(self, worker: int) -> None:
+    def lose(self, workers: Sequence[int]) -> None:
         """See `RolloutLedger.lose`."""
-        self.call_soon(partial(self._change, partial(self._ledger.lose, worker)))
+        self.call_soon(partial(self._change, partial(self._ledger.lose, workers)))
 
     def counts(self) -> RolloutCounts:
         """Counts what the buffer holds. Raises TimeoutError if the server does not answer within a

@@ -216,7 +216,7 @@ class Vault:
         self._rollouts = RolloutServer(plan, host, timeout_s)
         secret = os.urandom(32)
         self._rollouts.admit(secret)
-        return BufferAddress(host, self._rollouts.port, secret)
+        return BufferAddress(host, self._rollouts.port, secret, self._node_id, self._address)
 
     def update_rollouts(self, generation: int, version: int, lost: Sequence[int]) -> RolloutCounts:
         """Tells the buffer of the newest weights and of all lost workers: see `RolloutLedger`.
@@ -225,8 +225,7 @@ class Vault:
         if rollouts is None:
             raise VaultGoneError("this vault has no buffer of rollouts")
         rollouts.publish(generation, version)
-        for worker in lost:
-            rollouts.lose(worker)
+        rollouts.lose(lost)
         try:
             return rollouts.counts()
         except TimeoutError:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-import numpy as np
 import pyarrow
-from numpy.typing import NDArray
+
+from rayzero.engine.data.sampling import Integers
 
 
 @runtime_checkable
@@ -19,7 +19,7 @@ class BlockSource(Protocol):
     """
 
     name: str
-    counts: NDArray[np.int64]
+    counts: Integers
 
     def read(self, block: int) -> pyarrow.Table:
         """All rows of one block. Called by several threads at once. Raises DataError that names
@@ -35,3 +35,7 @@ class BlockSource(Protocol):
         """Identifies the files, counts and columns: it changes with each of them. It is in the
         training state, and is compared when that is loaded."""
         ...
+
+
+def describe_block(source: BlockSource, block: int) -> str:
+    return f"block {block} of {source.name!r} ({source.describe(block)})"

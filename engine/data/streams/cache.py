@@ -13,9 +13,9 @@ from time import monotonic
 
 import pyarrow as pa
 
-from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.data.streams.block import BlockSource, describe_block
 from rayzero.engine.data.streams.rows import BlockInMemory
-from rayzero.engine.errors import DataError, RayzeroError
+from rayzero.engine.errors import DataError, named_errors
 
 log = logging.getLogger("rayzero.engine")
 
@@ -270,21 +270,16 @@ class BlockCache:
 
     def _read_checked(self, key: Key) -> BlockInMemory:
         source, block = key
-        try:
+        fix = "correct the source, or the data behind it"
+        with named_errors(lambda: f"{self._describe(key)} could not be read", fix=fix):
             table = self._sources[source].read(block)
-        except RayzeroError:
-            raise
-        except Exception as error:
-            raise DataError(
-                f"{self._describe(key)} could not be read: {type(error).__name__}: {error}",
-                fix="correct the source, or the data behind it",
-            ) from error
         rows = int(self._sources[source].counts[block])
         if table.num_rows != rows:
             raise DataError(
                 f"{self._describe(key)} has {table.num_rows} rows, and had {rows} when the stream "
                 "was made",
-                fix="keep the files of a stream as they are, and make it anew where they changed",
+                "data of the same rows each time",
+                "keep files and datasets as they are, and make the stream anew where they changed",
             )
         read = BlockInMemory(table)
         nbytes = read.nbytes
@@ -303,8 +298,7 @@ class BlockCache:
 
     def _describe(self, key: Key) -> str:
         source, block = key
-        own = self._sources[source]
-        return f"block {block} of {own.name!r} ({own.describe(block)})"
+        return describe_block(self._sources[source], block)
 
 
 def _keep_freed(limit_bytes: int, threads: int) -> bool:

@@ -10,17 +10,12 @@ import xxhash
 
 from rayzero.engine.data.streams.block import BlockSource
 from rayzero.engine.data.streams.kept_tables import KeptTables
-from rayzero.engine.errors import ConfigError, DataError
+from rayzero.engine.errors import ConfigError, DataError, named_errors
 
 TableFunction = Callable[[pa.Table], pa.Table]
 
 
-def map_blocks(
-    source: BlockSource,
-    function: TableFunction,
-    cache: str | os.PathLike[str] | None = None,
-    version: str | None = None,
-) -> BlockSource:
+class MappedBlocks:
     """A source whose blocks are what a function makes of another source's: tokens of texts.
 
     It is called in the threads that read ahead, several at once, for one block at a time. Where it
@@ -38,30 +33,28 @@ def map_blocks(
     Raises:
         ConfigError: there is a cache and no version, or the cache's URL cannot be used.
     """
-    if cache is not None and not version:
-        raise ConfigError(
-            "map_blocks() has a cache and no version",
-            "a name of what the function does, such as 'llama-3 tokens, 2048'",
-            "set version; change it with the function, or blocks of the former one are read",
-        )
-    kept = None if cache is None else KeptTables(cache, "cache of map_blocks()")
-    own_name = getattr(function, "__qualname__", type(function).__qualname__)
-    return MappedBlocks(source, function, kept, version or own_name)
-
-
-class MappedBlocks:
-    """The source that `map_blocks` returns."""
 
     def __init__(
-        self, source: BlockSource, function: TableFunction, kept: KeptTables | None, version: str
+        self,
+        source: BlockSource,
+        function: TableFunction,
+        cache: str | os.PathLike[str] | None = None,
+        version: str | None = None,
     ) -> None:
+        if cache is not None and not version:
+            raise ConfigError(
+                "map_blocks() has a cache and no version",
+                "a name of what the function does, such as 'llama-3 tokens, 2048'",
+                "set version; change it with the function, or blocks of the former one are read",
+            )
+        version = version or getattr(function, "__qualname__", type(function).__qualname__)
         self.name = source.name
         self.counts = source.counts
         self.describe = source.describe
         self.fingerprint = f"{source.fingerprint} mapped: {version}"
         self._source = source
         self._function = function
-        self._kept = kept
+        self._kept = None if cache is None else KeptTables(cache, "cache of map_blocks()")
 
     def read(self, block: int) -> pa.Table:
         """All rows of a block. Thread-safe. Raises DataError, which names the block, if the source
@@ -77,14 +70,11 @@ class MappedBlocks:
 
     def _make(self, block: int) -> pa.Table:
         table = self._source.read(block)
-        try:
+        with named_errors(
+            lambda: f"the function of map_blocks() failed on {self.describe(block)}",
+            fix="correct the function, or the data",
+        ):
             made = self._function(table)
-        except Exception as error:
-            raise DataError(
-                f"the function of map_blocks() failed on {self.describe(block)}: "
-                f"{type(error).__name__}: {error}",
-                fix="correct the function, or the data",
-            ) from error
         if not isinstance(made, pa.Table) or len(made) != len(table):
             seen = f"{len(made)} rows" if isinstance(made, pa.Table) else f"a {type(made).__name__}"
             raise DataError(
@@ -93,3 +83,6 @@ class MappedBlocks:
                 "filter rows before, when the files are written, or pack documents by PackedBlocks",
             )
         return made
+
+
+map_blocks = MappedBlocks

@@ -16,11 +16,9 @@ from heapq import heappop, heappush
 from math import gcd, lcm
 
 import numpy as np
-from numpy.typing import NDArray
 
+from rayzero.engine.data.sampling import Integers, divide_by_shares
 from rayzero.engine.errors import ConfigError
-
-Integers = NDArray[np.int64]
 
 _LONGEST_PERIOD = 1 << 16
 
@@ -90,12 +88,7 @@ def _whole_weights(weights: Sequence[float]) -> list[int]:
     whole = [it // divisor for it in whole]
     if sum(whole) <= _LONGEST_PERIOD:
         return whole
-    total = sum(whole)
-    quotas = [Fraction(it * _LONGEST_PERIOD, total) for it in whole]
-    rounded = [int(quota) for quota in quotas]
-    by_remainder = sorted(range(len(whole)), key=lambda it: rounded[it] - quotas[it])
-    for source in by_remainder[: _LONGEST_PERIOD - sum(rounded)]:
-        rounded[source] += 1
+    rounded = list(divide_by_shares(_LONGEST_PERIOD, whole))
     if lost := [it for it, share in enumerate(rounded) if whole[it] and not share]:
         raise ConfigError(
             f"weight {weights[lost[0]]} of a mixture, of {float(sum(parts)):g} together",
@@ -158,7 +151,8 @@ class MixSchedule:
         self.length = sum(lengths) if self._total is None else self._total
 
     def split(self, start: int, count: int) -> tuple[Integers, Integers]:
-        """See `Schedule`."""
+        """The sources at `start` to `start + count - 1`, and the position of each in its source,
+        which grow by one from sample to sample of a source."""
         positions = np.arange(start, start + count, dtype=np.int64)
         epochs = np.zeros(count, dtype=np.int64)
         if self._total is not None:

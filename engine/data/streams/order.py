@@ -17,15 +17,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, floor, gcd
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayzero.engine.data.sampling import SampleOrder
+from rayzero.engine.data.sampling import Integers, SampleOrder
+from rayzero.engine.data.streams.mixture import MixSchedule
 from rayzero.engine.errors import DataError
-
-Integers = NDArray[np.int64]
 
 _ROW_SEED = 0x5DEECE66D
 """Rows are permuted by another key than blocks."""
@@ -220,17 +218,6 @@ class BlockOrder:
         return _Epoch(blocks, starts)
 
 
-class Schedule(Protocol):
-    """Which source of a mixture is at a position."""
-
-    length: int
-
-    def split(self, start: int, count: int) -> tuple[Integers, Integers]:
-        """The sources at `start` to `start + count - 1`, and the position of each in its source,
-        which grow by one from sample to sample of a source."""
-        ...
-
-
 class StreamOrder:
     """The order of the samples of a stream.
 
@@ -242,7 +229,9 @@ class StreamOrder:
         group: samples that are sorted by stratum; those of a step.
     """
 
-    def __init__(self, orders: Sequence[BlockOrder], schedule: Schedule | None, group: int) -> None:
+    def __init__(
+        self, orders: Sequence[BlockOrder], schedule: MixSchedule | None, group: int
+    ) -> None:
         self.orders = orders
         self.group = group
         self.length = orders[0].length if schedule is None else schedule.length

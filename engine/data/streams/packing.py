@@ -19,11 +19,11 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
+from rayzero.engine.data.sampling import Integers
 from rayzero.engine.data.streams.block import BlockSource
 from rayzero.engine.data.streams.kept_tables import KeptTables
 from rayzero.engine.errors import ConfigError, DataError
 
-Integers = NDArray[np.int64]
 Piece = tuple[int, int, int]  # of a document: (document, first token, end)
 How = Literal["concatenate", "best_fit"]
 

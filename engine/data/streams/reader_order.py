@@ -16,11 +16,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from rayzero.engine.data.sampling import Integers
 from rayzero.engine.errors import DataError
-
-Integers = NDArray[np.int64]
 
 ENDLESS_ROWS = 1 << 60
 """Of all readers together, where nobody says how many rows an epoch has."""

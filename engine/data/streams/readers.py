@@ -7,13 +7,13 @@ begins again. So a row is a function of the reader and its number, on whatever r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rayzero.engine.data.streams.reader_order import ReaderOrder
-from rayzero.engine.errors import ConfigError, DataError, RayzeroError
+from rayzero.engine.errors import ConfigError, DataError, named_errors
 
 Make = Callable[[int, int], Iterable[Any]]
 
@@ -168,17 +168,9 @@ def hf_steps(dataset: Any) -> Iterator[str]:
             pending += [getattr(step, "ex_iterable", None), *getattr(step, "ex_iterables", ())]
 
 
-@contextmanager
-def _named(reader: int, row: int) -> Iterator[None]:
-    try:
-        yield
-    except RayzeroError:
-        raise
-    except Exception as error:
-        raise DataError(
-            f"row {row} of reader {reader} cannot be read: {type(error).__name__}: {error}",
-            fix="correct the iterable, or the data behind it",
-        ) from error
+def _named(reader: int, row: int) -> AbstractContextManager[None]:
+    fix = "correct the iterable, or the data behind it"
+    return named_errors(lambda: f"row {row} of reader {reader} cannot be read", fix=fix)
 
 
 def _count_error(reader: int, epoch: int, seen: int | str, limit: int | None) -> DataError:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
-Integers = NDArray[np.int64]
+from rayzero.engine.data.sampling import Integers
 
 _TEXTS: dict[pa.DataType, tuple[Callable[[memoryview], Any], type[np.integer[Any]]]] = {
     pa.string(): (partial(str, encoding="utf-8"), np.int32),

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rayzero.engine.data.sample_source import Register, SampleSource
-from rayzero.engine.data.sampling import MicroBatch, StepSplit, TrainingProgress
-from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.data.sampling import Integers, MicroBatch, StepSplit, TrainingProgress
+from rayzero.engine.data.streams.block import BlockSource, describe_block
 from rayzero.engine.data.streams.cache import BlockCache, ReadAhead
 from rayzero.engine.data.streams.identity import check_identity
 from rayzero.engine.data.streams.mixture import MixSchedule
 from rayzero.engine.data.streams.order import BlockOrder, Places, StreamOrder
-from rayzero.engine.data.streams.rows import BlockRows, Integers, RowBatch
-from rayzero.engine.errors import ConfigError, DataError
+from rayzero.engine.data.streams.rows import BlockRows, RowBatch
+from rayzero.engine.errors import ConfigError, named_errors
 from rayzero.engine.redact import redact_url
 
 STATE_NAME = "rayzero.stream"
@@ -237,23 +237,20 @@ class StreamSource(SampleSource):
 
     def _take_rows(self, source: int, block: int, of_block: BlockRows) -> list[StreamRow]:
         rows = of_block.rows.tolist()
-        try:
+        own = self._stream.parts[source].source
+
+        with named_errors(
+            lambda: f"rows {rows} of {describe_block(own, block)} cannot be used",
+            fix="correct the data",
+        ):
             samples = of_block.samples()
-        except Exception as error:
-            part = self._stream.parts[source]
-            raise DataError(
-                f"rows {rows} of block {block} of {part.source.name!r} "
-                f"({part.source.describe(block)}) cannot be used: {type(error).__name__}: {error}",
-                fix="correct the data",
-            ) from error
         return [
             StreamRow(source, block, row, values) for row, values in zip(rows, samples, strict=True)
         ]
 
     def describe(self, raw: StreamRow) -> str:
-        part = self._stream.parts[raw.source]
-        place = part.source.describe(raw.block)
-        return f"row {raw.row} of block {raw.block} of {part.source.name!r} ({place})"
+        source = self._stream.parts[raw.source].source
+        return f"row {raw.row} of {describe_block(source, raw.block)}"
 
     def _get(self) -> dict[str, Any]:
         return {"batch": self._order.group, **self._stream.identity(self.seed)}

@@ -88,11 +88,15 @@ class ControllerStateMachine(RuleBasedStateMachine):
             begun = [it for it in self.live_workers() if self.processes[it].record.members]
             for worker in unanswering or begun[1:][:kills]:
                 self.cluster.kill(worker)
+            self.kill_others(kills)
 
         self.harness.clock.on_idle = lambda: None
         succeeding = self.harness.succeeded_by(Path(self.folder.name), meanwhile, **self.settings)
         self.harness = self.runner.run(succeeding)
         self.run_turns(turns)
+
+    def kill_others(self, kills: bool) -> None:
+        """Kills workers that have no ranks, while there is no controller."""
 
     @property
     def processes(self) -> dict[int, FakeProcess]:

@@ -71,6 +71,8 @@ class StarvingCluster(FakeCluster):
 class RolloutStateMachine(ControllerStateMachine):
     @initialize(size=st.integers(2, 4), every=st.sampled_from([0, 2, 3]))
     def start_job(self, size: int, every: int) -> None:
+        checkpoint = {"every_steps": every} if every else {}
+        self.settings = {"unix": time.time, "checkpoint": checkpoint, **JOB}
         self.every = every
         self.store = FakeCheckpointStore()
         self.runner.run(self.begin("abab"[:size], None))
@@ -79,12 +81,9 @@ class RolloutStateMachine(ControllerStateMachine):
         cluster = StarvingCluster(nodes, checkpoint_every=self.every)
         cluster.other_nodes = "abc"
         cluster.losses_allowed = past is not None
-        checkpoint = {"every_steps": self.every} if self.every else {}
-        folder = Path(self.folder.name)
         self.cluster = cluster
-        self.harness = Harness(
-            folder, cluster, self.store, past, unix=time.time, checkpoint=checkpoint, **JOB
-        )
+        folder = Path(self.folder.name)
+        self.harness = Harness(folder, cluster, self.store, past, **self.settings)
         cluster.roles = self.harness.roles
         self.groups = self.harness.roles
         self.refill()
@@ -97,8 +96,8 @@ class RolloutStateMachine(ControllerStateMachine):
 
     @rule(adopted_on=st.sampled_from(["a", "ab", "abb"]), turns=TURNS)
     @precondition(lambda self: self.cluster.committed > 3)
-    def lose_controller(self, adopted_on: str, turns: int) -> None:
-        """With all of its processes; another one adopts the job."""
+    def lose_cluster(self, adopted_on: str, turns: int) -> None:
+        """The controller with all of its processes; another one adopts the job."""
         if self.harness.run.done():
             return
 
@@ -110,6 +109,11 @@ class RolloutStateMachine(ControllerStateMachine):
 
         self.runner.run(adopt())
         self.run_turns(turns)
+
+    def kill_others(self, kills: bool) -> None:
+        for group in self.groups.values():
+            for worker in [*group.alive][:kills]:
+                group.alive.pop(worker)
 
     @precondition(lambda self: any(group.alive for group in self.groups.values()))
     @rule(data=st.data(), seen_by=st.sampled_from(["poll", "vault", "beat"]), turns=TURNS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,15 @@ import pytest
 
 from rayzero.orchestrator.aio import ChangeNotifier
 from rayzero.orchestrator.cluster.node_links import WorkerMail
+from rayzero.orchestrator.facts import JobFacts
+from rayzero.orchestrator.policies import failure
+from rayzero.orchestrator.policies.failure import Fault, FaultCause
 from rayzero.orchestrator.policies.membership import WorkerLimits, WorkerRegistry
 from rayzero.orchestrator.policies.placement import CallState, FunctionCall
 from rayzero.workers.agent.batches import make_batch
 from rayzero.workers.agent.link import Frame, FrameKind
 from rayzero.workers.messages import Heartbeat, StepReport, WorkerInfo
+from tests.orchestrator.fake_cluster import FakeCluster
 from tests.orchestrator.support import Harness
 
 PER_NODE = 8
@@ -56,6 +61,43 @@ async def repair_calls(folder: Path, workers: int) -> int:
 async def test_repair_costs_in_proportion_to_the_ranks(folder: Path):
     few, many = [await repair_calls(folder / str(it), it) for it in (16, 64)]
     assert 16 * 10 < few < many < 4.4 * few, (few, many)
+
+
+async def loss_work(
+    folder: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, int, JobFacts]:
+    """Half of the workers, all of one node, are lost at once: the calls of the repair, and how many
+    faults its judgements looked at."""
+    looked_at = []
+    folder.mkdir()
+    cluster = FakeCluster("b" * (workers // 2) + "a" * (workers // 2))
+    harness = Harness(folder, cluster, workers=(1, workers), recovery={"max_faults": workers})
+    await harness.trained(3)
+    decide = failure.decide
+
+    def count(faults: Sequence[Fault], earlier: Sequence[Fault], *args: Any, **more: Any) -> Any:
+        looked_at.append(len(faults) + len(earlier))
+        return decide(faults, earlier, *args, **more)
+
+    monkeypatch.setattr(failure, "decide", count)
+    with CallCounter() as counter:
+        for worker in range(workers // 2):
+            harness.cluster.kill(worker, "it was killed")
+        await harness.trained(5)
+    monkeypatch.undo()
+    await harness.finish()
+    return counter.calls, sum(looked_at), harness.events.facts
+
+
+async def test_many_losses_at_once_are_judged_together(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Each was judged by itself, with all before it: quadratic in the losses."""
+    few, many = [await loss_work(folder / str(it), it, monkeypatch) for it in (16, 64)]
+    assert many[2].faults_by_cause == {FaultCause.PROCESS_LOST: 32}
+    assert len(many[2].recoveries) == 1
+    assert 8 <= few[1] < many[1] <= 4.4 * few[1], (few[1], many[1])
+    assert many[0] < 4.4 * few[0], (few[0], many[0])
 
 
 @pytest.mark.parametrize("state", [CallState.WAITING, CallState.RUNNING])

@@ -5,13 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from rayzero.orchestrator.control.generation import GenerationState
 from rayzero.orchestrator.control.weight_versions import WeightVersions
 from rayzero.orchestrator.policies.membership import Selected
+from rayzero.orchestrator.policies.recovery import StoredSlot
 from rayzero.orchestrator.progress import JobProgress, StepRecord
 from rayzero.workers.messages import Mirrored, RankAssignment, StepReport, WorkerInfo
 from rayzero.workers.step_rows import combine
-from rayzero.workers.vault.records import Restore, SlotRef
+from rayzero.workers.vault.records import Restore, SlotInfo, SlotRef
 from rayzero.workers.weights.directory import WeightDirectory, WeightVersion
 
 
@@ -96,6 +99,31 @@ def test_a_repair_goes_on_with_the_version_that_it_restores():
     assert job.newest == WeightVersion(1, 7)
     job.step(8, 8)
     assert job.told[-1].slots == slots(2, 8, "ab")
+
+
+@pytest.mark.parametrize(
+    ("restore", "held", "version"),
+    [
+        (Restore(5), ((4, 6, "ab"), (4, 5, "ab"), (5, 7, "ab"), (5, 8, "a")), (5, 7)),
+        (Restore(5), ((4, 6, "ab"), (4, 5, "ab"), (5, 7, "a")), (4, 5)),  # step 6 was damaged
+        (Restore(5, checkpoint="/runs/step-5"), ((4, 5, "ab"), (5, 7, "a")), None),
+        (None, ((5, 0, "ab"),), (5, 0)),
+    ],
+)
+def test_another_controller_finds_the_newest_in_the_vaults(
+    restore: Restore | None, held: tuple[Any, ...], version: tuple[int, int] | None
+):
+    job = Job()
+    job.begin(5, "ab", restore)
+    job.versions.resume(
+        [
+            StoredSlot(SlotInfo(generation, rank, 2, step, 64, pinned=False), node)
+            for generation, step, nodes in held
+            for rank, node in enumerate(nodes)
+        ]
+    )
+    assert job.newest == version
+    assert (job.versions.confirmed is None) == (version is None)
 
 
 def test_a_step_that_is_lost_is_a_version_no_longer():

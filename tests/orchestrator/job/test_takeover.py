@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
@@ -20,6 +21,7 @@ from rayzero.orchestrator.job import lease, takeover
 from rayzero.orchestrator.job.claims import ClaimStore
 from rayzero.orchestrator.job.lease import AwaitedLease, acquire_lease
 from rayzero.orchestrator.job.takeover import Takeover, take_over
+from rayzero.workers.lifetimes import Owned, index_of, name_in_run, role_of
 from rayzero.workers.messages import Assignment, Joined, WorkerInfo
 from rayzero.workers.worker_status import FunctionBegin, WorkerStatus
 from tests.orchestrator.support import begun, plan, write_journal
@@ -40,12 +42,12 @@ class Worker:
     run = "1"
 
     def __init__(self, index: int, generation: int, members: str, fate: str = "lives") -> None:
-        self.what = str(index)
+        self.what = str(index) if members != "role" else f"rollout:{index}"
         self.ended = False
         self._fate = fate
         self._asked = 0
-        self._members = tuple(map(info, map(int, members)))
-        self._status = WorkerStatus(info(index), "")
+        self._members = tuple(map(info, map(int, members))) if members != "role" else ()
+        self._status = WorkerStatus(info(index), "", role=role_of(self.what))
         if generation:
             rank = members.index(str(index))
             size = len(members)
@@ -104,6 +106,13 @@ def inherited(*workers: Worker) -> Inherited:
         ([(0, 1, "01", "dies"), (1, 1, "01"), (2, 0, "", "starts")], [1], [0], [0, 2]),
         ([(0, 1, "01", "dead"), (1, 1, "01")], [1], [0], [0]),
         ([(0, 1, "01"), (1, 1, "01"), (2, 0, "")], [0, 1], [], []),
+        (
+            [(0, 1, "01"), (1, 1, "01"), (2, 0, "role", "slow"), (3, 0, "", "starts")],
+            [0, 1],
+            [],
+            [3],
+        ),
+        ([(0, 0, "role"), (1, 0, "role", "dead")], None, [], []),
         ([(0, 2, "02", "slow"), (1, 1, "01"), (2, 2, "02", "slow")], [0, 2], [], []),
         ([(0, 0, ""), (1, 0, "", "dead")], None, [], []),
         ([(0, 1, "01", "dies"), (1, 1, "01", "dead")], None, [], []),
@@ -116,13 +125,27 @@ async def test_members_that_live_are_continued_without_waiting_for_those_that_st
     began_s = asyncio.get_running_loop().time()
     living = await inherited(*those).find_living("1", LIMIT_S, LIMIT_S)
     assert asyncio.get_running_loop().time() - began_s < LIMIT_S / 2
-    assert [int(worker.what) for worker in those if worker.ended] == ended
+    assert [index_of(worker.what) for worker in those if worker.ended] == ended
     if present is None:
         assert living is None
         return
     assert living is not None
     assert [it.info.index for it in living.found.present] == present
     assert [it.index for it in living.found.lost] == lost
+
+
+@pytest.mark.parametrize(("role", "own"), [("", ([0, 1], ["a"])), ("rollout", ([2], ["b"]))])
+async def test_each_group_has_its_own_workers_and_reservations(
+    role: str, own: tuple[list[int], list[str]]
+):
+    workers = Worker(0, 1, "01"), Worker(1, 1, "01"), Worker(2, 0, "role")
+    groups = Owned("job", "1", "5e", "a"), Owned("job", "1", name_in_run("rollout", "77"), "b")
+    living = await Inherited((), cast(Any, workers), groups).find_living("1", LIMIT_S, LIMIT_S)
+    assert living is not None
+    group: Any = Mock(role=role)
+    living.hand_over(group)
+    (found, reservations) = group.adopt.call_args.args
+    assert ([status.info.index for status, _ in found], reservations) == own
 
 
 class Restarted:

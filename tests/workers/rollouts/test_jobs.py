@@ -264,7 +264,7 @@ def test_random_courses(tmp_path: Path, seed: int) -> None:
                 case "fence":
                     job.fence(generation)
                 case "generator":
-                    job.buffer.server.lose(0)
+                    job.buffer.server.lose([0])
 
     job.run(act)
     assert events == []

@@ -137,7 +137,7 @@ class Course(RuleBasedStateMachine):
     def lose(self, worker: int) -> None:
         self.lives[worker] += 1
         worker += 10 * (self.lives[worker] - 1)
-        self.ledger.lose(worker)
+        self.ledger.lose([worker])
         assert self.ledger.take(0, worker, 1, self.now_s) == []
         self.end_leases([it for it in self.live.values() if it.worker == worker])
 
@@ -346,7 +346,7 @@ def test_stages_have_their_own_workers_and_content() -> None:
     assert ledger.done(lease.number, lease.attempt, [b"a", b"b"])
     [reward] = ledger.take(1, 5, 9, 3.0)
     assert (reward.prompt, reward.content, reward.until_s) == (b"p", (b"a", b"b"), 23.0)
-    ledger.lose(5)
+    ledger.lose([5])
     [reward] = ledger.take(1, 6, 9, 4.0)
     assert reward.content == (b"a", b"b")
     counts = ledger.counts()

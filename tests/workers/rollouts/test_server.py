@@ -383,7 +383,7 @@ def test_expired_and_lost_tasks_go_to_others() -> None:
     with buffer_of(lease_s=(10.0,), max_version_lag=0) as buffer:
         issued(buffer)
         hung, lost = next(buffer.tasks(0)), next(buffer.tasks(1))
-        buffer.server.lose(1)
+        buffer.server.lose([1])
         third, fourth = buffer.tasks(2), buffer.tasks(3)
         again = next(third)
         assert again.prompts == lost.prompts
@@ -441,7 +441,7 @@ def test_a_request_whose_connection_was_lost_takes_nothing() -> None:
             return tasks
 
         again, _ = interrupted(0), interrupted(1)
-        buffer.server.lose(1)
+        buffer.server.lose([1])
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(next, again)
             issued(buffer)

@@ -24,7 +24,6 @@ from rayzero.engine.data.streams.sources.image_folder import IMAGE_SUFFIXES, Ima
 from rayzero.engine.data.streams.sources.index import (
     FileIndex,
     block_at,
-    count_rows,
     find_blocks,
     listing_digest,
 )
@@ -66,7 +65,7 @@ class FileBlocks(FileSource):
         retry_s: float,
     ) -> None:
         super().__init__(name, files, index.schema, columns, retry_s)
-        self.counts = count_rows(index)
+        self.counts = index.table["rows"].to_numpy()
         self._form = form
         self._index = index
 

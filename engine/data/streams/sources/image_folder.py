@@ -68,11 +68,7 @@ class ImageFolder(FileSource):
         table = pa.table(columns, schema=_SCHEMA.remove(0))
         if "image" in self.schema.names:
             with ThreadPoolExecutor(_READS, "images") as pool:
-                try:
-                    images = list(pool.map(read, files))
-                except BaseException:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    raise
+                images = list(pool.map(read, files))
             table = table.append_column(_SCHEMA.field(0), join_values(images))
         return table.select(self.schema.names)
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-import numpy as np
 import pyarrow as pa
 import xxhash
 
@@ -106,8 +105,3 @@ def block_at(index: FileIndex, number: int) -> tuple[int, FileBlock]:
     row = {name: index.table[name][number].as_py() for name in index.table.column_names}
     file = row.pop("file")
     return file, FileBlock(**row)
-
-
-def count_rows(index: FileIndex) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The rows of each block."""
-    return index.table["rows"].to_numpy()  # type: ignore[no-any-return]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.json as pj
@@ -31,8 +32,13 @@ class JsonLines(Format):
     def scan(self, reader: SourceReader) -> tuple[list[FileBlock], pa.Schema]:
         blocks: list[FileBlock] = []
         schema = self._schema or pa.schema([])
-        for start, nbytes, content in self._cut(reader):
-            if not content.strip():
+        size = reader.file.nbytes
+        read = partial(read_content, reader)
+        pieces: Iterable[tuple[int, int, memoryview]] = _cut_lines(read, size, self._block_bytes)
+        if reader.file.codec:
+            pieces = [(0, size, read(0, size))]
+        for start, nbytes, content in pieces:
+            if not content or bytes(content).isspace():
                 continue
             try:
                 table = _parse(content, self._schema)
@@ -52,42 +58,33 @@ class JsonLines(Format):
         if xxhash.xxh3_64_intdigest(content) != block.checksum:
             raise ValueError("its content is not what was indexed")
         # The parser has a text up to five times in memory: a part of the block at a time.
-        parts = (part for part in _cut_lines(content) if not bytes(part).isspace())
-        return pa.concat_tables([_parse(part, schema) for part in parts])
-
-    def _cut(self, reader: SourceReader) -> Iterator[tuple[int, int, bytes]]:
-        """First byte, bytes and content of each block."""
-        start = 0
-        size = reader.file.nbytes
-        while start < size and not reader.file.codec:
-            nbytes = self._block_bytes + _LINE_BYTES
-            end = 0
-            while not end:
-                content = bytes(read_content(reader, start, nbytes))
-                end = content.find(b"\n", self._block_bytes - 1) + 1
-                if start + len(content) == size:
-                    end = end or len(content)
-                nbytes *= 2
-            yield start, end, content[:end]
-            start += end
-        if reader.file.codec:
-            yield 0, size, bytes(read_content(reader, 0, size))
+        parts = _cut_lines(lambda at, size: content[at : at + size], len(content), _PARSED_BYTES)
+        texts = (part for _, _, part in parts if not bytes(part).isspace())
+        return pa.concat_tables([_parse(part, schema) for part in texts])
 
 
-def _cut_lines(content: memoryview) -> Iterator[memoryview]:
-    """Whole lines of `_PARSED_BYTES` or more together."""
+def _cut_lines(
+    read: Callable[[int, int], memoryview], size: int, least: int
+) -> Iterator[tuple[int, int, memoryview]]:
+    """First byte, bytes and content of whole lines of `least` bytes or more together. Nothing but
+    what may be a line's end is copied: a copy would stay with malloc, beyond `cache_bytes`."""
     start = 0
-    while start < len(content):
-        end = start + _PARSED_BYTES - 1
-        place = -1
-        while place < 0 and end < len(content):
-            place = bytes(content[end : end + _LINE_BYTES]).find(b"\n")
-            end += _LINE_BYTES if place < 0 else place + 1
-        yield content[start:end]
-        start = end
+    while start < size:
+        nbytes = least + _LINE_BYTES
+        end = 0
+        while not end:
+            content = read(start, nbytes)
+            place = bytes(content[least - 1 :]).find(b"\n")
+            if place >= 0:
+                end = least + place
+            elif start + nbytes >= size:
+                end = len(content)
+            nbytes *= 2
+        yield start, end, content[:end]
+        start += end
 
 
-def _parse(content: bytes | memoryview, schema: pa.Schema | None) -> pa.Table:
+def _parse(content: memoryview, schema: pa.Schema | None) -> pa.Table:
     """All lines as one chunk: types would be those of the first chunk, and wrong for the others."""
     return pj.read_json(
         pa.BufferReader(content),
