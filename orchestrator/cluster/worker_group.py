@@ -150,7 +150,7 @@ class WorkerGroup:
         `adopt`."""
         self._resources = need
         self._tasks.spawn(self._fill_reservations())
-        self._tasks.spawn(self._adjust(need.max_workers))
+        self._tasks.spawn(self._adjust())
 
     async def next_worker(self) -> WorkerInfo:
         """The next worker that has started after the first ones: in a reservation that was granted
@@ -174,7 +174,7 @@ class WorkerGroup:
     def resize(self, least: int, most: int) -> None:
         """Changes the number of reservations. Empty ones beyond `most` are removed."""
         self._resources = replace(self._resources, min_workers=least, max_workers=most)
-        self._tasks.spawn(self._adjust(most))
+        self._tasks.spawn(self._adjust())
 
     async def release_worker(self, worker: int) -> None:
         """Ends a worker's process and removes its reservation."""
@@ -365,9 +365,11 @@ class WorkerGroup:
         self._free_reservation.set()
         self._started.put_nowait(WorkerStartError(cause, info, repeats, delay_s))
 
-    async def _adjust(self, most: int) -> None:
-        if not self._can_grow:
-            cluster = await asyncio.to_thread(ray_api.node_snapshot)
+    async def _adjust(self) -> None:
+        """To what is wanted when the cluster has answered: calls may overtake each other."""
+        cluster = None if self._can_grow else await asyncio.to_thread(ray_api.node_snapshot)
+        most = self._resources.max_workers
+        if cluster is not None:
             most = min(most, total_fit(cluster.all_capacities, self._resources))
         await self._pool.adjust(most, self._resources)
         self._free_reservation.set()

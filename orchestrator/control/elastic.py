@@ -65,12 +65,14 @@ class ElasticScaler:
         self._events.emit(LimitsChanged(min_workers, max_workers))
 
     def release_not_chosen(self) -> None:
-        """A generation was formed: ends the workers it does not need."""
+        """A generation was formed: ends the workers it does not need, unless they are wanted again
+        by limits that have changed since they were left out."""
         registry, selection = self._members.registry, self._members.generation.selection
+        now = registry.select_members()
         for worker in (*selection.surplus, *selection.displaced):
-            if registry.is_alive(worker.index):
+            if now is not None and worker in (*now.surplus, *now.displaced):
                 registry.remove(worker.index)
-                displaced = worker in selection.displaced
+                displaced = worker in now.displaced
                 end = self._replacements.relocate if displaced else self._replacements.release
                 self._loop.spawn(end(worker))
 

@@ -180,6 +180,9 @@ RESIZES = {
     "scaling down releases workers after the resize": """
         aaaa max=4; train 2; scale 2 2; state resizing; commanded dismiss; train 1
         members 0 1; commanded dismiss 2 3; faults; finish faults=""",
+    "a worker that is wanted again before its resize ends stays": """
+        aaa max=3; train 2; switch auto=false; scale 1 1; train 1; assigned 0; scale 1 2; joined 0
+        wait 1; commanded dismiss 2; switch auto=true; kill 0; wait 1; train 1; members 1""",
     "scaling up trains on until the new workers are ready": """
         aa; train 1; scale 3 5; train 3; state running; join; train 1; members 0 1 2""",
     "workers of a draining node are replaced before it is lost": """
