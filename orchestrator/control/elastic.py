@@ -68,12 +68,13 @@ class ElasticScaler:
         """A generation was formed: ends the workers it does not need, unless they are wanted again
         by limits that have changed since they were left out."""
         registry, selection = self._members.registry, self._members.generation.selection
-        now = registry.select_members()
+        if (now := registry.select_members()) is None:
+            return
+        ends = dict.fromkeys(now.surplus, self._replacements.release)
+        ends |= dict.fromkeys(now.displaced, self._replacements.relocate)
         for worker in (*selection.surplus, *selection.displaced):
-            if now is not None and worker in (*now.surplus, *now.displaced):
+            if (end := ends.get(worker)) is not None:
                 registry.remove(worker.index)
-                displaced = worker in now.displaced
-                end = self._replacements.relocate if displaced else self._replacements.release
                 self._loop.spawn(end(worker))
 
     async def _admit_joining(self) -> None:
