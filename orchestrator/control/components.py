@@ -233,6 +233,7 @@ class Components:
             timer,
             failures,
             restore,
+            vaults,
             selection,
             self.roles.rollouts,
             rendezvous,

@@ -57,6 +57,7 @@ class Reconfiguration:
     _timer: RecoveryTimer
     _failures: FailureHandler
     _restore: RestoreSelector
+    _vaults: VaultManager
     _selection: MemberSelection
     _rollouts: RolloutBuffer
     _rendezvous: Rendezvous
@@ -100,17 +101,29 @@ class Reconfiguration:
             await unwind()
         if self._members.generation.all_finished:
             return  # while it was drained: the job is done, and AllFinished says so
-        self._timer.enter_phase("select_step")
-        restore, store = await asyncio.gather(self._restore.select(), self._rendezvous.prepare())
-        self._timer.enter_phase("select_members")
-        selection = await self._selection.select(stays=restore is not None)
-        while await self._rollouts.had_to_open(selection.members):
-            selection = await self._selection.select(stays=restore is not None)
-        self._timer.enter_phase("rendezvous")
-        generation = await self._rendezvous.form(selection, restore, store)
+        generation = self._rendezvous.form(*await self._select())
         await self._loop.wait_until(lambda: generation.all_joined)
         if not generation.fenced:  # else FaultRecoverable is in the queue: another attempt begins
             self._machine.post(machine.GenerationFormed(generation.number))
+
+    async def _select(self) -> tuple[Selected, Restore | None, tuple[int, int]]:
+        """The members, the state that they start from, and the rendezvous store. Selects again
+        where a vault was lost meanwhile: the state or the buffer of rollouts may be lost with
+        it."""
+        while True:
+            removed = self._vaults.removed
+            self._timer.enter_phase("select_step")
+            restore, early = await asyncio.gather(
+                self._restore.select(), self._rendezvous.prepare()
+            )
+            self._timer.enter_phase("select_members")
+            selection = await self._selection.select(stays=restore is not None)
+            while await self._rollouts.had_to_open(selection.members):
+                selection = await self._selection.select(stays=restore is not None)
+            self._timer.enter_phase("rendezvous")
+            store = await self._rendezvous.open_store(selection, early)
+            if self._vaults.removed == removed:
+                return selection, restore, store
 
     async def _fence(self) -> None:
         """Returns once the generation can do nothing more, whatever state it was in. Without a
@@ -255,10 +268,20 @@ class Rendezvous:
     async def _open(self, worker: int) -> int:
         return await self._calls.worker(worker, WorkerCalls.open_store)
 
-    async def form(
-        self, selection: Selected, restore: Restore | None, store: tuple[int, int] | None
+    async def open_store(
+        self, selection: Selected, early: tuple[int, int] | None
+    ) -> tuple[int, int]:
+        """The store that `prepare` has opened, if that is on a member; else a new one."""
+        if early is not None and early[0] in selection.indices:
+            return early
+        worker = selection.members[0].index
+        return worker, await self._open(worker)
+
+    def form(
+        self, selection: Selected, restore: Restore | None, store: tuple[int, int]
     ) -> GenerationState:
-        """Begins the generation, and sends every member its assignment."""
+        """Begins the generation, and sends every member its assignment. Waits for nothing: what was
+        selected may be lost as long as anything is waited for."""
         members, registry = self._members, self._members.registry
         number = self._numbers.next()
         assignments = members.assign(selection)
@@ -271,10 +294,6 @@ class Rendezvous:
         self._events.emit(GenerationStarted(tuple(worker.node for worker in generation.workers)))
         shares = self._steps.start_generation(generation)
         self._inbox.start_generation()
-        if store is None or store[0] not in assignments:
-            worker = selection.members[0].index
-            store = worker, await self._open(worker)
-        rollouts = await self._rollouts.open(selection.members)  # the last thing that may wait
         spec = GenerationSpec(
             generation=number,
             world_size=generation.world_size,
@@ -288,7 +307,7 @@ class Rendezvous:
             notes=notes,
             parts=registry.limits.parts,
             rollout_group=self._rollouts.group,
-            rollouts=rollouts,
+            rollouts=self._rollouts.address,
         )
         self._note_calls(assignments)
         generation.assign(registry.is_alive)

@@ -57,17 +57,11 @@ class RolloutBuffer:
         """Samples of each prompt; 0: the job has no rollouts."""
         return 0 if self._plan is None else self._plan.group
 
-    async def open(self, members: Sequence[WorkerInfo]) -> BufferAddress | None:
-        """The buffer that a generation with these members, by rank, reads from. It stays where it
-        is as long as its node has a member; else an empty one is opened, if it can be on the node
-        of rank 0."""
-        while await self.had_to_open(members):
-            pass
-        return self.address
-
     async def had_to_open(self, members: Sequence[WorkerInfo]) -> bool:
-        """Tries to open a buffer where `open` would. False if none is needed, at once; after True
-        members may be lost."""
+        """Prepares the buffer that a generation with these members, by rank, reads from. It stays
+        where it is as long as its node has a member: then returns False, at once. Otherwise tries
+        to open an empty one, if it can be on the node of rank 0: after True, members may be
+        lost."""
         nodes = {worker.node_id for worker in members}
         there = None if self._is_lost else self.address
         if self._plan is None or (there is not None and there.node_id in nodes):

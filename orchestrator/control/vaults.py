@@ -47,6 +47,8 @@ class VaultManager:
     on_other_process_ended: Callable[[int, int, ProcessEnd], None] = lambda *_: None
     """Called for a process that is no rank's, with its worker's index and its pid."""
     on_stalled: Callable[[ProcessStalled], None] = lambda _: None
+    removed: int = 0
+    """How many vaults were lost or closed."""
     _used_addresses: dict[str, str] = field(default_factory=dict)
     """By node, as the members of the newest generation know them."""
     _unused_since_s: dict[str, float] = field(default_factory=dict)
@@ -142,7 +144,7 @@ class VaultManager:
             and node not in self._members.nodes
             and node in self._members.vault_addresses
         ):
-            self._members.vault_addresses = _without(self._members.vault_addresses, node)
+            self._remove(node)
             await self._group.close(node)
 
     async def _event_loop(self, node: str) -> None:
@@ -154,7 +156,7 @@ class VaultManager:
             except VaultLostError as lost:
                 if node not in self._members.vault_addresses:
                     return  # it was closed on purpose
-                self._members.vault_addresses = _without(self._members.vault_addresses, node)
+                self._remove(node)
                 cause = str(lost) or "its process ended"
                 self._events.warn(f"the vault on node {self._node_name(node)} was lost: {cause}")
                 for worker in self._members.registry.ready:  # another vault knows of no stalls yet
@@ -179,9 +181,10 @@ class VaultManager:
                 else:
                     self.on_other_process_ended(event.worker, event.pid, event.end)
 
+    def _remove(self, node: str) -> None:
+        addresses = self._members.vault_addresses
+        self._members.vault_addresses = {it: addresses[it] for it in addresses if it != node}
+        self.removed += 1
+
     def _node_name(self, node: str) -> str:
         return next((w.node for w in self._members.registry.ready if w.node_id == node), node)
-
-
-def _without(addresses: Mapping[str, str], node: str) -> Mapping[str, str]:
-    return {other: address for other, address in addresses.items() if other != node}
