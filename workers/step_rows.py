@@ -36,29 +36,48 @@ class StepRows:
         return [*array("d", self.values)]
 
     @cached_property
-    def reports(self) -> tuple[StepReport, ...]:
-        """The reports, by worker."""
-        names, numbers = _shared(self.names), self.numbers
-        width = len(names)
-        return tuple(
-            StepReport(
-                self.generation,
-                rank,
-                self.step,
-                counters,
-                dict(zip(names, numbers[row * width : (row + 1) * width], strict=True)),
-                at_s,
-            )
+    def positions(self) -> dict[str, int]:
+        """Where in each report's gauges a name is."""
+        return _positions(self.names)
+
+    def column(self, name: str, default: float = 0.0) -> list[float]:
+        """The gauge of each report; `default` if they do not have it."""
+        if (position := self.positions.get(name)) is None:
+            return [default] * len(self.workers)
+        return self.numbers[position :: len(self.names)]
+
+    @property
+    def own_s(self) -> list[float]:
+        """The seconds that each rank itself took: without those that it waited for others."""
+        pairs = zip(self.column("step_s"), self.column("exposed_comm_s"), strict=True)
+        return [max(0.0, step_s - exposed_s) for step_s, exposed_s in pairs]
+
+    def gauge(self, row: int, name: str) -> float | None:
+        """A gauge of one report; None if it does not have it."""
+        position = self.positions.get(name)
+        return None if position is None else self.numbers[row * len(self.names) + position]
+
+    def gauges(self, row: int) -> dict[str, float]:
+        """All gauges of one report."""
+        width = len(self.names)
+        numbers = self.numbers[row * width : (row + 1) * width]
+        return dict(zip(self.positions, numbers, strict=True))
+
+    @property
+    def reports(self) -> list[StepReport]:
+        """The reports, by worker. Slow: what thousands of workers send is read by columns."""
+        return [
+            StepReport(self.generation, rank, self.step, counters, self.gauges(row), at_s)
             for row, (rank, counters, at_s) in enumerate(
                 zip(self.ranks, self.counters, self.at_s, strict=True)
             )
-        )
+        ]
 
 
 @lru_cache(maxsize=64)
-def _shared(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The first tuple that is equal to this one: thousands of reports share their names."""
-    return names
+def _positions(names: tuple[str, ...]) -> dict[str, int]:
+    """The same for all reports with these names: thousands of them share their names."""
+    return {name: position for position, name in enumerate(names)}
 
 
 def combine(workers: Sequence[int], reports: Sequence[StepReport]) -> StepRows:

@@ -126,9 +126,8 @@ class WorkerInbox:
     def _add_to_history(self, rows: StepRows) -> None:
         generation, now_s = self._members.generation, self._loop.now_s()
         if rows.generation == generation.number:
-            for worker, report in zip(rows.workers, rows.reports, strict=True):
-                trained_s = now_s - generation.restored.get(worker, now_s)
-                self.history.add(worker, report, trained_s)
+            restored_s = generation.restored
+            self.history.add(rows, lambda worker: now_s - restored_s.get(worker, now_s))
 
     def _receive_rows(self, rows: StepRows, now_s: float) -> None:
         """Handles them at once, which takes less time than to queue them."""

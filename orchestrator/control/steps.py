@@ -20,7 +20,7 @@ from rayzero.orchestrator.policies.stragglers import SpeedTracker
 from rayzero.orchestrator.policies.usefulness import EqualLosses
 from rayzero.orchestrator.progress import JobProgress, StepRecord
 from rayzero.workers.calls import WorkerCalls
-from rayzero.workers.messages import Divided, Heartbeat, StepReport
+from rayzero.workers.messages import Divided, Heartbeat
 from rayzero.workers.step_rows import StepRows
 
 
@@ -76,29 +76,35 @@ class StepReports:
         del worker
         if rows.generation == self._members.generation.number:
             self._members.generation.advance_to(rows.step + 1)
-            self._note_replicated(rows.reports[0])
+            self._note_replicated(rows)
             self._events.emit(rows)
-            for member, report in zip(rows.workers, rows.reports, strict=True):
-                self._judge(member, report)
+            self._judge(rows)
         record = self._progress.add_rows(rows)
         if record is not None:
             self._events.emit(record)
             self._on_step_finished(record)
 
-    def _note_replicated(self, report: StepReport) -> None:
+    def _note_replicated(self, rows: StepRows) -> None:
         """The ranks have agreed that other nodes have a step, of all of them."""
-        step = int(report.gauges.get("replicated_step", 0))
-        if step and (report.generation, step) > self._replicated:
-            self._replicated = report.generation, step
-            self._events.emit(StepReplicated(step, int(report.gauges["replicated_bytes"])))
+        step, nbytes = (
+            int(rows.gauge(0, it) or 0) for it in ("replicated_step", "replicated_bytes")
+        )
+        if step and (rows.generation, step) > self._replicated:
+            self._replicated = rows.generation, step
+            self._events.emit(StepReplicated(step, nbytes))
 
-    def _judge(self, worker: int, report: StepReport) -> None:
-        """Looks for a slow rank, and for ranks that train on the same."""
-        samples = int(report.gauges.get("step_samples", 0))
-        share = self._balancer.relative_share(report.rank, samples)
-        if text := self._speeds.add_report(worker, report, share):
-            self._events.warn(text)
-        if text := self._equal_losses.add_report(report, self._members.generation.world_size):
+    def _judge(self, rows: StepRows) -> None:
+        """Looks for slow ranks, and for ranks that train on the same."""
+        # A worker that has fewer samples because it is slow stays slow: what counts is the time
+        # that an even share takes.
+        if "exposed_comm_s" in rows.positions:  # else the job has no engine that measures
+            for worker, rank, own_s, samples in zip(
+                rows.workers, rows.ranks, rows.own_s, rows.column("step_samples"), strict=True
+            ):
+                share = self._balancer.relative_share(rank, int(samples))
+                if text := self._speeds.add_step(worker, own_s / share):
+                    self._events.warn(text)
+        if text := self._equal_losses.add(rows, self._members.generation.world_size):
             self._events.warn(text)
 
     def _on_step_finished(self, record: StepRecord) -> None:

@@ -59,8 +59,7 @@ def _memory(ranks: RankMetricsTable) -> Mapping[tuple[str, ...], float]:
     return {
         (str(rank), name.removeprefix(_MEMORY_PREFIX)): nbytes
         for rank, metrics in ranks.by_rank.items()
-        if metrics.report is not None
-        for name, nbytes in sorted(metrics.report.gauges.items())
+        for name, nbytes in sorted(metrics.gauges().items())
         if name.startswith(_MEMORY_PREFIX)
     }
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from rayzero.workers.messages import Heartbeat, StepReport
+from rayzero.workers.messages import Heartbeat
+from rayzero.workers.step_rows import StepRows
 
 TRAFFIC_PREFIX = "collectives/"
 """Of `collectives/NAME/bytes` and `collectives/NAME/calls`, which engines count."""
@@ -15,24 +16,28 @@ TRAFFIC_PREFIX = "collectives/"
 
 @dataclass
 class RankMetrics:
-    """One rank. `report` is that of its last step in this generation; `exposed_comm_s` and
-    `data_wait_s` are the total waits for other ranks and for data under this rank number."""
+    """One rank. `rows` has the report of its last step in this generation, in that `row`;
+    `exposed_comm_s` and `data_wait_s` are the total waits for other ranks and for data under this
+    rank number."""
 
-    report: StepReport | None = None
+    rows: StepRows | None = None
+    row: int = 0
     beat: Heartbeat | None = None
     node: str = ""
     exposed_comm_s: float = 0.0
     data_wait_s: float = 0.0
 
     def gauge(self, name: str) -> float | None:
-        return self.report.gauges.get(name) if self.report is not None else None
+        return self.rows.gauge(self.row, name) if self.rows is not None else None
+
+    def gauges(self) -> dict[str, float]:
+        return self.rows.gauges(self.row) if self.rows is not None else {}
 
     def add_traffic(self, totals: defaultdict[str, float]) -> None:
         """Adds the bytes that this rank's engine has communicated since it was built."""
-        if self.report is not None:
-            gauges = self.report.gauges
-            for name in _traffic_names(tuple(gauges)):
-                totals[name] += max(0.0, gauges[name])
+        if self.rows is not None:
+            for name in _traffic_names(self.rows.names):
+                totals[name] += max(0.0, self.gauge(name) or 0.0)
 
 
 @lru_cache(maxsize=64)
@@ -65,15 +70,16 @@ class RankMetricsTable:
         rows = {rank: replace(metrics) for rank, metrics in sorted(self.by_rank.items())}
         return RankMetricsTable(defaultdict(RankMetrics, rows), self.departed_traffic.copy())
 
-    def on_report(self, report: StepReport) -> None:
-        metrics, gauges = self.by_rank[report.rank], report.gauges
-        if metrics.report is not None and metrics.report.generation != report.generation:
-            metrics.add_traffic(self.departed_traffic)
-        if (exposed_s := gauges.get("exposed_comm_s", 0.0)) > 0:
-            metrics.exposed_comm_s += exposed_s
-        if (data_wait_s := gauges.get("phases/data", 0.0)) > 0:
-            metrics.data_wait_s += data_wait_s
-        metrics.report = report
+    def on_rows(self, rows: StepRows) -> None:
+        waits = zip(rows.column("exposed_comm_s"), rows.column("phases/data"), strict=True)
+        for row, (rank, (exposed_s, data_wait_s)) in enumerate(zip(rows.ranks, waits, strict=True)):
+            metrics = self.by_rank[rank]
+            if metrics.rows is not None and metrics.rows.generation != rows.generation:
+                metrics.add_traffic(self.departed_traffic)
+            metrics.exposed_comm_s += max(0.0, exposed_s)
+            metrics.data_wait_s += max(0.0, data_wait_s)
+            metrics.rows = rows
+            metrics.row = row
 
     def on_heartbeat(self, beat: Heartbeat) -> None:
         self.by_rank[beat.rank].beat = beat

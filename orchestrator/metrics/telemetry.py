@@ -114,8 +114,7 @@ class Telemetry:
 
     def _on_rows(self, rows: StepRows) -> None:
         with self._lock:
-            for report in rows.reports:
-                self._metrics.ranks.on_report(report)
+            self._metrics.ranks.on_rows(rows)
 
     def _on_heartbeat(self, beat: Heartbeat) -> None:
         with self._lock:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from rayzero.engine.data.consumed import OUTSIDE_PHASE, SAMPLES_PHASE
-from rayzero.workers.messages import Heartbeat, StepReport
+from rayzero.workers.messages import Heartbeat
+from rayzero.workers.step_rows import StepRows
 
 LEAST_LIMIT_S = 7.0
 """The least of the learned limits: a hang is to be repaired within 10 s where steps are short."""
@@ -46,17 +47,16 @@ class StepTimes:
         self._count = 0
         self._usual_s: float | None = None  # None: to be computed
 
-    def add(self, gauges: Mapping[str, float]) -> None:
-        """Adds a step. A rank's time in a phase is no less than its longest silence in it."""
-        own_s = max(0.0, gauges.get("step_s", 0.0) - gauges.get("exposed_comm_s", 0.0))
+    def add(self, own_s: float, phases_s: Sequence[float]) -> None:
+        """Adds a step. A rank's time in a phase, in the order of `_GAUGES`, is no less than its
+        longest silence in it."""
         self._own_s.append(own_s)
         self._usual_s = None
         if self._count % _BLOCK_STEPS == 0 and self._count:
             self._longest.append({})
         self._count += 1
         longest = self._longest[-1]
-        for phase, gauge in _GAUGES.items():
-            silent_s = gauges.get(gauge, 0.0)
+        for phase, silent_s in zip(_GAUGES, phases_s, strict=True):
             if silent_s > longest.get(phase, 0.0):
                 longest[phase] = min(silent_s, own_s)
 
@@ -103,38 +103,42 @@ class StepHistory:
     def start_generation(self) -> None:
         self.in_generation.clear()
 
-    def add(self, worker: int, report: StepReport, trained_s: float) -> None:
-        """Adds a step of the present generation.
+    def add(self, rows: StepRows, trained_s: Callable[[int], float]) -> None:
+        """Adds a step of some workers in the present generation.
 
         Args:
-            trained_s: since the worker had loaded its state.
+            trained_s: for how long a worker has trained since it had loaded its state.
         """
-        if worker in self.in_generation:
-            self.times[report.rank].add(report.gauges)
-            return
-        self.in_generation.add(worker)
-        self.reported.add(worker)
-        self.longest_first_step_s = max(self.longest_first_step_s, trained_s)
-        self._check_alarm(report)
-        self._first.add(report.gauges)
+        phases = zip(*map(rows.column, _GAUGES.values()), strict=True)
+        for worker, rank, own_s, phases_s in zip(
+            rows.workers, rows.ranks, rows.own_s, phases, strict=True
+        ):
+            if worker in self.in_generation:
+                self.times[rank].add(own_s, phases_s)
+                continue
+            self.in_generation.add(worker)
+            self.reported.add(worker)
+            self.longest_first_step_s = max(self.longest_first_step_s, trained_s(worker))
+            self._check_alarm(rows.step, dict(zip(_GAUGES, phases_s, strict=True)))
+            self._first.add(own_s, phases_s)
 
     def add_alarm(self, rank: RankProgress) -> None:
         """A rank is ended because it hangs."""
         beat = rank.heartbeat
         self._alarm = _Alarm(beat.phase, beat.step, rank.silent_s)
 
-    def _check_alarm(self, report: StepReport) -> None:
+    def _check_alarm(self, step: int, phases_s: Mapping[str, float]) -> None:
         """The alarm was false if another rank is as slow there, when it repeats the step, and has
         not been in first steps before."""
         alarm = self._alarm
-        if alarm is None or report.step < alarm.step:
+        if alarm is None or step < alarm.step:
             return
-        took_s = report.gauges.get(_GAUGES.get(alarm.phase, ""), 0.0)
+        took_s = phases_s.get(alarm.phase, 0.0)
         took_s = 0.0 if took_s < 1.5 * self._first.longest_s(alarm.phase) else took_s
-        if report.step == alarm.step and took_s >= alarm.silent_s:
+        if step == alarm.step and took_s >= alarm.silent_s:
             self.factors[alarm.phase] = 2 * self.factors.get(alarm.phase, 1.0)
             self._alarm = None
-        elif report.step > alarm.step:
+        elif step > alarm.step:
             self._alarm = None
 
 

@@ -7,8 +7,6 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from statistics import median
 
-from rayzero.workers.messages import StepReport
-
 WINDOW_STEPS = 20
 """Number of steps in a median."""
 
@@ -62,23 +60,9 @@ class SpeedTracker:
             record.compute_s.clear()
             record.median_s = None
 
-    def add_report(self, worker: int, report: StepReport, relative_share: float) -> str:
-        """A worker of this generation finished a step. Returns a message as `add_step`.
-
-        Args:
-            relative_share: of the step's samples, relative to an even share.
-        """
-        gauges = report.gauges
-        if "exposed_comm_s" not in gauges:
-            return ""  # the job has no engine that measures
-        # Compute time is without the time that the worker waited for others. One that has fewer
-        # samples because it is slow stays slow: what counts is the time that an even share takes.
-        compute_s = gauges["step_s"] - gauges["exposed_comm_s"]
-        return self.add_step(worker, compute_s / relative_share)
-
     def add_step(self, worker: int, compute_s: float) -> str:
-        """A worker finished a step, for whose even share it takes `compute_s`. Returns a message if
-        it became steadily slow, or fast again, else "".
+        """A worker of this generation finished a step, for whose even share it takes `compute_s`.
+        Returns a message if it became steadily slow, or fast again, else "".
 
         A step without a compute time was not measured, and is skipped.
         """

@@ -11,7 +11,7 @@ from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies.recovery import CheckpointRef
 from rayzero.orchestrator.progress import JobProgress
-from rayzero.workers.messages import StepReport
+from rayzero.workers.step_rows import StepRows
 
 CHECKED_STEPS = 3
 """First steps of a run in which the losses of the ranks are compared."""
@@ -46,17 +46,17 @@ class EqualLosses:
         self._equal_steps = 0
         self._is_over = False
 
-    def add_report(self, report: StepReport, world_size: int) -> str:
+    def add(self, rows: StepRows, world_size: int) -> str:
         """Returns a warning if equal losses are found, else an empty text; at most one in a job."""
-        loss = report.gauges.get("rank_loss")
-        if self._is_over or loss is None or world_size == 1:
+        if self._is_over or "rank_loss" not in rows.positions or world_size == 1:
             return ""
-        of_step = self._losses[report.step]
-        of_step[report.rank] = loss
+        of_step = self._losses[rows.step]
+        of_step |= zip(rows.ranks, rows.column("rank_loss"), strict=True)
         if len(of_step) < world_size:
             return ""
         self._equal_steps += 1
-        self._is_over = len(set(of_step.values())) > 1 or not isfinite(loss)
+        losses = set(of_step.values())
+        self._is_over = len(losses) > 1 or not all(map(isfinite, losses))
         if self._is_over or self._equal_steps < CHECKED_STEPS:
             return ""
         self._is_over = True

@@ -108,9 +108,10 @@ class SimulatedJob:
             streams |= {"web/bytes": 512.0, "web/hits": 3.0, "s3://b/code/waits": 1.0}
             counters = {f"streams/{name}": number for name, number in streams.items()}
             report = StepReport(generation, rank, step, counters, reported, UNIX + self.now_s)
-            self.metrics.ranks.on_report(report)
+            rows = combine([rank], [report])
+            self.metrics.ranks.on_rows(rows)
             self.metrics.ranks.on_heartbeat(Heartbeat(rank, step + 1, "forward", 0.25))
-            record = self.progress.add_rows(combine([rank], [report]))
+            record = self.progress.add_rows(rows)
         assert record is not None
         self.emit(record)
         return record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from rayzero.orchestrator.policies.hang_limits import (
     StepTimes,
 )
 from rayzero.workers.messages import Heartbeat, StepReport
+from rayzero.workers.step_rows import combine
 
 TIMEOUT_S = 30.0
 LIMITS = HangLimits(patience_s=TIMEOUT_S, starting_s=300, fixed_s=TIMEOUT_S)
@@ -214,12 +216,18 @@ def test_abort_on_a_gpu_has_time_for_what_is_queued():
     assert "and 6.3 s for the abort" in limits.describe(busy)
 
 
+def add_step(times: StepTimes, step_s: float, waited_s: float = 0.0, **phases: float) -> None:
+    gauges = {f"phases/{name}": seconds for name, seconds in phases.items()}
+    gauges |= {"step_s": step_s, "exposed_comm_s": waited_s}
+    history = StepHistory(defaultdict(lambda: times), in_generation={0})
+    history.add(combine([0], [StepReport(1, 0, 1, {}, gauges)]), lambda _: 0.0)
+
+
 def times_of(**phases: float) -> StepTimes:
     """Of 300 steps, in all of which a phase took that long."""
     times = StepTimes()
     for _ in range(300):
-        gauges = {f"phases/{name}": seconds for name, seconds in phases.items()}
-        times.add({"step_s": sum(phases.values()) + 9, "exposed_comm_s": 9.0, **gauges})
+        add_step(times, sum(phases.values()) + 9, 9.0, **phases)
     return times
 
 
@@ -276,13 +284,13 @@ def test_learned_limits(limits: HangLimits, of_rank: RankProgress, limit: str) -
 
 def test_longest_silence_is_remembered_for_a_thousand_steps() -> None:
     times = times_of(forward=0.5)
-    times.add({"step_s": 20.0, "phases/forward": 20.0})
-    times.add({"step_s": 30.0, "exposed_comm_s": 28.0, "phases/reduce": 29.0})
+    add_step(times, step_s=20.0, forward=20.0)
+    add_step(times, step_s=30.0, waited_s=28.0, reduce=29.0)
     limits, in_forward = replace(LEARNED, times={1: times}), rank(1, "forward", waiting=False)
     assert limits.of(in_forward) == 40.0
     assert limits.of(of(in_forward, phase="reduce")) == 7.0, "it waited for others"
     for _ in range(1100):
-        times.add({"step_s": 0.5, "phases/forward": 0.5})
+        add_step(times, step_s=0.5, forward=0.5)
     assert limits.of(in_forward) == 7.0
 
 
@@ -323,12 +331,16 @@ def test_hang_of_learned_limits(ranks: list[RankProgress], hung: int | None, rea
 @pytest.mark.parametrize(("repeated_s", "factor"), [(0.5, None), (9.0, 2.0)])
 def test_false_alarm_doubles_the_limit(repeated_s: float, factor: float | None) -> None:
     history = StepHistory()
+
+    def add(worker: int, report: StepReport, trained_s: float) -> None:
+        history.add(combine([worker], [report]), {worker: trained_s}.__getitem__)
+
     slow = StepReport(1, 1, 7, {}, {"step_s": repeated_s, "phases/forward": repeated_s})
-    history.add(1, replace(slow, step=1, gauges={"phases/forward": 1.0}), 3.0)
+    add(1, replace(slow, step=1, gauges={"phases/forward": 1.0}), 3.0)
     history.add_alarm(rank(1, "forward", silent_s=7.5))
     history.start_generation()
-    history.add(4, slow, repeated_s)
+    add(4, slow, repeated_s)
     assert history.factors.get("forward") == factor
     history.start_generation()
-    history.add(4, replace(slow, step=9, gauges={"phases/forward": 50.0}), 50.0)
+    add(4, replace(slow, step=9, gauges={"phases/forward": 50.0}), 50.0)
     assert history.factors.get("forward") == factor, "of another step"

@@ -91,7 +91,7 @@ def test_run_without_a_step_left_says_so_before_it_starts():
 def warnings(losses: list[list[float]]) -> list[str]:
     found = EqualLosses()
     texts = [
-        found.add_report(report(rank, step, rank_loss=loss), len(of_step))
+        found.add(combine([rank], [report(rank, step, rank_loss=loss)]), len(of_step))
         for step, of_step in enumerate(losses, 1)
         for rank, loss in enumerate(of_step)
     ]
