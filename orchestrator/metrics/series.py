@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Generic, Literal, TypeAlias, TypeVar
 
@@ -23,7 +24,7 @@ from rayzero.orchestrator.metrics.rank_metrics import RankMetrics, RankMetricsTa
 SeriesKind = Literal["gauge", "counter", "histogram"]
 Sample: TypeAlias = float | Histogram | None
 Samples: TypeAlias = Sample | Mapping[str, Sample] | Mapping[tuple[str, ...], Sample]
-"""One value, or values by label value; a tuple where there are several labels beside `job`."""
+"""One value, or values by label value; a tuple where there are several labels besides `job`."""
 Source = TypeVar("Source")
 
 _BASE_UNITS = ("seconds", "bytes", "ratio")
@@ -32,7 +33,7 @@ _BASE_UNITS = ("seconds", "bytes", "ratio")
 @dataclass(frozen=True)
 class Series(Generic[Source]):
     """One metric. `read` returns the current values, of which None are left out; `labels` are those
-    beside `job`."""
+    besides `job`."""
 
     name: str
     kind: SeriesKind
@@ -77,20 +78,14 @@ JobReader: TypeAlias = str | Callable[[JobMetrics], Samples]
 """A path of attributes, such as `facts.step`, or a function."""
 
 
-def gauge(name: str, text: str, read: JobReader, *labels: str) -> JobSeries:
-    return JobSeries(name, "gauge", text, _reader(read), labels)
+def _job_series(kind: SeriesKind, name: str, text: str, read: JobReader, *labels: str) -> JobSeries:
+    reader = attrgetter(read) if isinstance(read, str) else read
+    return JobSeries(name, kind, text, reader, labels)
 
 
-def counter(name: str, text: str, read: JobReader, *labels: str) -> JobSeries:
-    return JobSeries(name, "counter", text, _reader(read), labels)
-
-
-def histogram(name: str, text: str, read: JobReader, *labels: str) -> JobSeries:
-    return JobSeries(name, "histogram", text, _reader(read), labels)
-
-
-def _reader(read: JobReader) -> Callable[[JobMetrics], Samples]:
-    return attrgetter(read) if isinstance(read, str) else read
+gauge = partial(_job_series, "gauge")
+counter = partial(_job_series, "counter")
+histogram = partial(_job_series, "histogram")
 
 
 def step_gauge(name: str, text: str, reported: str) -> JobSeries:
