@@ -42,11 +42,11 @@ def resolve_config(
     config: ConfigLike | None,
     optimizer: object | None,
     lr_scheduler: object | None,
-    session: HostSession | None,
+    session: HostSession,
 ) -> ParsedConfig:
     """The given config, else the job's, else the defaults. Raises ConfigError if the config is
     wrong, or has no optimizer where one is needed."""
-    if config is None and session is not None:
+    if config is None:
         config = session.engine_config
     if config is None and optimizer is None:
         _warn_once_per_job(
@@ -54,7 +54,7 @@ def resolve_config(
             "the default of every other setting, are used"
         )
         config = {"optimizer": DEFAULT_OPTIMIZER}
-    parsed = parse_with_provenance(config if session is None else session.adapt_config(config))
+    parsed = parse_with_provenance(session.adapt_config(config))
     if parsed.config.autotuning.enabled:
         _warn_once_per_job(
             "config: autotuning is enabled, and this run tries nothing: "
