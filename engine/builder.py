@@ -305,20 +305,15 @@ def make_sharded_optimizer(
     optimizer.resets_other_state = config.rayzero.other_optimizer_state == "reset"
     if isinstance(runtime.grad_reduction, OneBitAdamReduction):
         runtime.grad_reduction.track_optimizer(optimizer)
-    if config.rayzero.unused_gradients == "none":
-        _check_update_is_elementwise(optimizer)
-    return optimizer
-
-
-def _check_update_is_elementwise(optimizer: ShardedOptimizer) -> None:
-    """Raises ConfigError unless a gradient of zero changes nothing elsewhere."""
-    if isinstance(optimizer.torch_optimizer, NeedsWholeParams):
+    torch_optimizer = optimizer.torch_optimizer
+    if config.rayzero.unused_gradients == "none" and isinstance(torch_optimizer, NeedsWholeParams):
         raise ConfigError(
             "rayzero.unused_gradients is none, and the update is not elementwise: "
-            f"{type(optimizer.torch_optimizer).__name__}",
+            f"{type(torch_optimizer).__name__}",
             allowed="optimizers such as AdamW or SGD",
-            fix='rayzero.unused_gradients: "zero"',
+            fix='set rayzero.unused_gradients: "zero"',
         )
+    return optimizer
 
 
 def _make_schedule(

@@ -61,22 +61,17 @@ def resolve_config(
             "`rayzero launch --autotuning run SCRIPT` does"
         )
     if optimizer is None and parsed.config.optimizer is None:
-        has_scheduler = lr_scheduler is not None or parsed.config.scheduler is not None
-        _check_evaluation_only(has_scheduler=has_scheduler)
-    return parsed
-
-
-def _check_evaluation_only(*, has_scheduler: bool) -> None:
-    """Without an optimizer the engine only evaluates: refuses what only training has a use for."""
-    if has_scheduler:
-        raise ConfigError(
-            "there is no optimizer, but a scheduler",
-            allowed='"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}} in the engine '
-            "config, or initialize(optimizer=...)",
+        if lr_scheduler is not None or parsed.config.scheduler is not None:
+            raise ConfigError(
+                "there is no optimizer, but a scheduler",
+                allowed='"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}} in the engine '
+                "config, or initialize(optimizer=...)",
+            )
+        _warn_once_per_job(
+            "no optimizer was given: the engine only evaluates, and the model's parameters are "
+            "frozen"
         )
-    _warn_once_per_job(
-        "no optimizer was given: the engine only evaluates, and the model's parameters are frozen"
-    )
+    return parsed
 
 
 def _warn_once_per_job(text: str) -> None:

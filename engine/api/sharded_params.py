@@ -207,11 +207,6 @@ class ParameterOffload:
         self.forward_hooks = [self]
 
 
-def no_external_parameters() -> list[tuple[str, nn.Parameter]]:
-    """`module.ds_external_parameters`."""
-    return []
-
-
 def add_stage3_names(engine: Engine) -> None:
     """Gives a stage-3 engine's model, parameters and optimizer DeepSpeed's attributes; its state
     dictionary then refuses values that are not there."""
@@ -219,7 +214,7 @@ def add_stage3_names(engine: Engine) -> None:
         return
     add_param_attributes()
     _refuse_absent_values(engine.module)
-    vars(engine.module)["ds_external_parameters"] = no_external_parameters
+    vars(engine.module)["ds_external_parameters"] = list  # there are none
     if engine.optimizer is not None:
         scheduler = engine.internals.runtime.unshard_scheduler
         vars(engine.optimizer)["parameter_offload"] = ParameterOffload(engine.module, scheduler)

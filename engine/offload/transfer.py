@@ -15,7 +15,6 @@ from torch import Tensor
 
 from rayzero.engine.comm.backend import (
     ChainableWork,
-    CompletedWork,
     GatherOp,
     Work,
     copy_or_add_,
@@ -105,7 +104,7 @@ class _D2HCopy(Work):
     add: bool
     staging: Tensor | None = None
     done: Event | None = None
-    reduced: Work = field(default_factory=CompletedWork)
+    reduced: Work = field(default_factory=Work)
 
     def wait(self) -> None:
         self.reduced.wait()
@@ -150,7 +149,7 @@ class StreamTransfer(HostTransfer):
         if early:
             self._start_d2h(copy, arrives)
         else:
-            copy.reduced = arrives.then(lambda: self._start_d2h(copy, CompletedWork()))
+            copy.reduced = arrives.then(lambda: self._start_d2h(copy, Work()))
         return copy
 
     def wait_d2h(self) -> None:

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from rayzero.engine.comm.backend import (
     ChainableWork,
-    CompletedWork,
     ReduceOp,
     Work,
     rank_chunk,
@@ -47,7 +46,7 @@ class GradBuffer:
     """Memory that parts of units are reduced from, one after the other; `reduction` is the last."""
 
     tensor: Tensor
-    reduction: Work = field(default_factory=CompletedWork)
+    reduction: Work = field(default_factory=Work)
 
 
 class GradBufferPool:
