@@ -16,11 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.engine.config import EngineConfig
-from rayzero.engine.config.data_efficiency import (
-    CurriculumConfig,
-    LayerDropConfig,
-    RandomLtdConfig,
-)
+from rayzero.engine.config.data_efficiency import CurriculumConfig, LayerDropConfig, RandomLtdConfig
 from rayzero.engine.data.sampling import TrainingProgress
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.tensor_tree import iter_tensors, map_tensors

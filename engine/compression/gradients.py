@@ -13,11 +13,7 @@ from rayzero.engine.comm.backend import ChainableWork, ReduceOp
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.compression.codecs import CODECS, Codec, SignCodec
 from rayzero.engine.compression.powersgd import PowerSGDReduce
-from rayzero.engine.compression.quantized import (
-    CodecContext,
-    CollectiveSequencer,
-    QuantizedReduce,
-)
+from rayzero.engine.compression.quantized import CodecContext, CollectiveSequencer, QuantizedReduce
 from rayzero.engine.config import EngineConfig
 from rayzero.engine.config.compression import is_onebit, selected_codecs
 from rayzero.engine.errors import ConfigError

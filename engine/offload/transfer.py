@@ -13,13 +13,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from rayzero.engine.comm.backend import (
-    ChainableWork,
-    GatherOp,
-    Work,
-    copy_or_add_,
-    rank_chunk,
-)
+from rayzero.engine.comm.backend import ChainableWork, GatherOp, Work, copy_or_add_, rank_chunk
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.device import Device, Event, get_device
 

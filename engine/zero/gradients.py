@@ -26,12 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rayzero.engine.comm.backend import (
-    ChainableWork,
-    ReduceOp,
-    Work,
-    rank_chunk,
-)
+from rayzero.engine.comm.backend import ChainableWork, ReduceOp, Work, rank_chunk
 from rayzero.engine.layout.flat_layout import UnitLayout
 from rayzero.engine.layout.parts import Segment, cut_columns, segments
 from rayzero.engine.offload.transfer import HostTransfer, MemoryKind
