@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from math import isfinite
@@ -118,6 +119,11 @@ def history_texts(spec: JobSpec, log: Sequence[str]) -> dict[str, Any]:
     """The value's `log` and `config`, without secrets."""
     lines = [redact_url(line)[:MAX_LINE_CHARACTERS] for line in log]
     return {"log": lines, "config": redact_document(to_document(spec))}
+
+
+def to_json(value: Any) -> bytes:
+    """A value without inf and nan as JSON."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
 def snapshot_ranks(ranks: RankMetricsTable) -> list[dict[str, Any]]:
