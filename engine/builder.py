@@ -279,7 +279,7 @@ def make_model(model: nn.Module | Callable[[], nn.Module] | None) -> nn.Module:
                 f"initialize(model={model.__name__}) got a class, which cannot be called without "
                 f"arguments: {error}",
                 allowed="a torch.nn.Module, or a function that returns one",
-                fix=f"model={model.__name__}(...)",
+                fix=f"give model={model.__name__}(...)",
             ) from None
     with zero_init():
         built = model()

@@ -393,7 +393,7 @@ def refuse_own_steps(optimizer: torch.optim.Optimizer, tracker: StepTracker) -> 
             raise EngineError(
                 "optimizer.step() was called on the engine's optimizer",
                 allowed="engine.step(), which also reduces, clips and counts",
-                fix="engine.step() in place of optimizer.step()",
+                fix="call engine.step() in place of optimizer.step()",
             )
 
     return optimizer.register_step_pre_hook(refuse)

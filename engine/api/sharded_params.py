@@ -252,7 +252,7 @@ class AbsentValue(ShapeOnly):
         raise EngineError(
             "a weight of model.state_dict() was used, and at stage 3 each rank holds a part of it",
             allowed="its shape and dtype; its values inside zero.GatheredParameters",
-            fix="engine.state_dict() on all ranks, or save_pretrained(state_dict=...) of that",
+            fix="call engine.state_dict() on all ranks, or save_pretrained(state_dict=...) of that",
         )
 
     write = read
@@ -288,7 +288,7 @@ def _refuse_load(
                 "rank holds a part of that weight",
                 allowed="inside zero.GatheredParameters(model.parameters(), modifier_rank=0), or "
                 "before initialize",
-                fix="engine.load_module_state_dict(state) on all ranks",
+                fix="call engine.load_module_state_dict(state) on all ranks",
             )
 
 

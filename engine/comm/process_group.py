@@ -221,7 +221,9 @@ def init_distributed(
         )
     backend = dist_backend or get_device(local_device()).backend
     if backend not in ("nccl", "gloo"):
-        raise ConfigError(f"the backend {backend!r}", allowed="nccl, gloo", fix="dist_backend")
+        raise ConfigError(
+            f"the backend {backend!r}", allowed="nccl, gloo", fix="change dist_backend"
+        )
     if init_method is not None:
         place = {"init_method": init_method, "rank": rank, "world_size": world_size}
         create_group(backend, timeout=timeout, **place)

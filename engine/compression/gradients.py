@@ -197,8 +197,8 @@ def make_error_feedback(
             f"compression {codec!r} uses error feedback, and the gradients of {unit.name} are "
             f"{dtype}",
             allowed="main gradients in fp32; int8, bf16 and fp16 need no error feedback",
-            fix='data_types.grad_accum_dtype: fp32; "bf16": {"enabled": true} for a model in 16 '
-            "bits; or another compression",
+            fix='set data_types.grad_accum_dtype: fp32; "bf16": {"enabled": true} for a model in '
+            "16 bits; or another compression",
         )
     local = torch.zeros(unit.layout.numel, dtype=dtype, device=device)
     shard = torch.zeros_like(local[unit.shard]) if reduced else None

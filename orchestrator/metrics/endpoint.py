@@ -182,7 +182,7 @@ def listen(
             raise ConfigError(
                 f"{setting}: cannot listen on {where}: {error.strerror or error}",
                 allowed="a free port of this machine; 0 takes any free one",
-                fix=settings,
+                fix=f"change {settings}",
             ) from None
     raise ConfigError("metrics.ports: no port to listen on", fix="set metrics.ports to 1 or more")
 

@@ -123,7 +123,7 @@ def open_step_files(plan: JobPlan, now_s: float, writer: BackgroundWriter) -> li
         raise ConfigError(
             f"metrics cannot be written into {str(folder)!r}: {error.strerror or error}",
             allowed="a writable folder",
-            fix="checkpoint.path, or metrics.jsonl and metrics.tensorboard in the job file",
+            fix="change checkpoint.path, or metrics.jsonl and metrics.tensorboard in the job file",
         ) from None
     return [writer.add_queue(subject, write, 0.0) for subject, write in writes.items()]
 

@@ -161,7 +161,7 @@ def _make_loader(
             raise ConfigError(
                 f"engine.deepspeed_io(batch_size={batch_size}) was called",
                 allowed=f"None, or the micro-batch of {micro_batch}",
-                fix="train_micro_batch_size_per_gpu in the config, or your own DataLoader",
+                fix="set train_micro_batch_size_per_gpu in the config, or use your own DataLoader",
             )
         return make_loader(engine.internals, dataset, collate_fn, current_session())
     if data_sampler is None:
