@@ -132,9 +132,8 @@ class RunIndex:
     """The runs in a folder or store of jobs (`checkpoint.path`). Files are read again when they
     change. Thread-safe: a lost update of the cache is read once more."""
 
-    def __init__(self, url: str, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self, url: str) -> None:
         self._store = open_store(url, "--path")
-        self._clock = clock
         self._is_remote = is_remote(url)
         self._cache: dict[str, tuple[float, int, int, Any]] = {}
         self._lock = Lock()
@@ -147,10 +146,10 @@ class RunIndex:
         with self._lock:
             if not self._is_remote:
                 return self._list(map)
-            if self._clock() - self._listed_s >= LIST_INTERVAL_S:
+            if monotonic() - self._listed_s >= LIST_INTERVAL_S:
                 with ThreadPoolExecutor(_READERS) as pool:
                     self._rows = self._list(pool.map)
-                self._listed_s = self._clock()
+                self._listed_s = monotonic()
             return self._rows
 
     def file(self, job: str, name: str) -> bytes | None:
