@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -28,6 +28,11 @@ Samples: TypeAlias = Sample | Mapping[str, Sample] | Mapping[tuple[str, ...], Sa
 Source = TypeVar("Source")
 
 _BASE_UNITS = ("seconds", "bytes", "ratio")
+_FAMILIES = {
+    "gauge": GaugeMetricFamily,
+    "counter": CounterMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 
 
 @dataclass(frozen=True)
@@ -51,19 +56,14 @@ class Series(Generic[Source]):
         """The samples of job `job`; a family without samples has nothing to export."""
         samples = self.read(source)
         rows = samples.items() if isinstance(samples, Mapping) else [((), samples)]
-        labels = ("job", *self.labels)
-        if self.kind == "histogram":
-            family = HistogramMetricFamily(self.name, self.help, labels=labels)
-            for label, value in rows:
-                if isinstance(value, Histogram):
-                    family.add_metric((job, *_tuple(label)), value.cumulative(), value.sum)
-            return family
-        make = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
-        scalars = make(self.name, self.help, labels=labels)
+        family: Any = _FAMILIES[self.kind](self.name, self.help, labels=("job", *self.labels))
         for label, value in rows:
-            if isinstance(value, int | float):
-                scalars.add_metric((job, *_tuple(label)), float(value))
-        return scalars
+            labels = (job, label) if isinstance(label, str) else (job, *label)
+            if isinstance(value, Histogram):
+                family.add_metric(labels, value.cumulative(), value.sum)
+            elif value is not None:
+                family.add_metric(labels, float(value))
+        return cast(Metric, family)
 
 
 class JobSeries(Series[JobMetrics]):
@@ -107,7 +107,3 @@ def rank_series(
 def rank_gauge(name: str, text: str, reported: str) -> RankSeries:
     """A gauge of what each rank reports as `reported`, in its last step."""
     return rank_series(name, "gauge", text, lambda rank: rank.gauge(reported))
-
-
-def _tuple(label: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (label,) if isinstance(label, str) else label
