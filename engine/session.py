@@ -238,10 +238,6 @@ class Reforming:
         """Whether the process group is broken."""
         return bool(self._collectives.broken)
 
-    def begins_step(self, loader: object | None = None, *, within: bool = False) -> bool:
-        """See `HostSession.begins_step`."""
-        return self._session.begins_step(loader, within=within)
-
     def lose_step(self) -> bool:
         """A `step()` ends that changes nothing. Tells the host, and returns whether that is because
         the process group is broken."""
@@ -255,9 +251,10 @@ class Reforming:
         """See `HostSession.undoes_step`."""
         return self.is_due() and self._session.undoes_step
 
-    def before_read(self, loader: object) -> None:
-        """The training thread is about to read a micro-batch of that loader."""
-        if self.begins_step(loader):
+    def before_read(self, loader: object, *, within: bool = False) -> None:
+        """The training thread is about to read a micro-batch of that loader; see
+        `HostSession.begins_step`."""
+        if self._session.begins_step(loader, within=within):
             self.reform_if_broken()
 
     def reform_if_broken(self) -> None:

@@ -107,7 +107,7 @@ class TrainingStep:
     def _begin_step(self) -> None:
         """Before a forward, which may be the first of a step. In a broken group: another one is
         asked for when the loader is read; here, if nothing is read from it by this thread."""
-        begins = self.reforming.begins_step(within=self.tracker.has_gradients)
+        begins = self.meter.session.begins_step(None, within=self.tracker.has_gradients)
         is_read_now = self.reforming.by_host or self.micro_batches.is_read_where_steps_begin
         if begins and not is_read_now:
             self.reforming.reform_if_broken()
