@@ -117,16 +117,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return peak / 2 if dtype is torch.float32 else None
 
 
-class _NoModules:
+class _NoModules(nullcontext[None]):
     """A stand-in for a `ModuleTracker`: all operations belong to the model."""
 
     parents = frozenset({"Global"})
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, *exc_info: object) -> None:
-        return
 
 
 class FlopCount(FlopCounterMode):

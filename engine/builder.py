@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -66,32 +66,29 @@ def build_training_step(
     optimizer: OptimizerLike | None,
     model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None,
     lr_scheduler: SchedulerLike | None,
-    session: HostSession | None,
+    session: HostSession,
     undo: ExitStack,
 ) -> TrainingStep:
     """Builds an engine's parts from a checked config; the host's session may have a state to
     restore. `undo` gets what leaves the model to another engine, for an error. Collective."""
     check_packages(config)
-    if session is not None:
-        session.on_model(model)
-    with session.resume_from() if session is not None else nullcontext() as source:
+    session.on_model(model)
+    with session.resume_from() as source:
         if source is not None:
             config = with_saved_batch_sizes(config, source.metadata(0))
         if STAGES[config.zero_optimization.stage].shards_weights:  # on one rank too: more may join
             apply_leaf_names(model, config.zero_optimization.leaf_module)
             refuse_compiled(modules_around(model, _find_blocks(model, config)))
         groups = _resolve_param_groups(config, model, model_parameters, optimizer)
-        alone = session is not None and session.builds_alone
-        collectives, device = connect_alone() if alone else connect_collectives()
-        if session is not None:
+        collectives, device = connect_alone() if session.builds_alone else connect_collectives()
+        if session.in_job:
             collectives.wait_observer = session.on_collective_wait
         restoring = source is not None
         context = make_build_context(
-            config, model, collectives, device, restoring=restoring, elastic=session is not None
+            config, model, collectives, device, restoring=restoring, elastic=session.in_job
         )
         precision = context.precision
-        shares = session.shares if session is not None else ()
-        settings = resolve_settings(config, precision, collectives, device, shares)
+        settings = resolve_settings(config, precision, collectives, device, session.shares)
         runtime = make_runtime(model, groups, config, context, settings.post_reduce_scale)
         undo.callback(runtime.remove_hooks)
         sharded = make_sharded_optimizer(runtime, groups, optimizer, config, context.device)
@@ -109,7 +106,7 @@ def build_training_step(
                 collectives.broadcast(tensor)
     if config.compile.enabled:
         compile_model(model, config)
-    if session is not None and "dynamic" not in config.compile.kwargs:
+    if session.in_job and "dynamic" not in config.compile.kwargs:
         keep_batch_size_dynamic(model, runtime.hooks)
     peak = config.rayzero.peak_flops or peak_flops(device, precision.model_dtype(torch.float32))
     work = StepWork(batches.micro_steps, peak, flops_per_token(runtime))
@@ -282,7 +279,7 @@ def make_model(model: nn.Module | Callable[[], nn.Module] | None) -> nn.Module:
                 f"initialize(model={model.__name__}) got a class, which cannot be called without "
                 f"arguments: {error}",
                 allowed="a torch.nn.Module, or a function that returns one",
-                fix=f"model={model.__name__}(...)",
+                fix=f"give model={model.__name__}(...)",
             ) from None
     with zero_init():
         built = model()
@@ -308,20 +305,15 @@ def make_sharded_optimizer(
     optimizer.resets_other_state = config.rayzero.other_optimizer_state == "reset"
     if isinstance(runtime.grad_reduction, OneBitAdamReduction):
         runtime.grad_reduction.track_optimizer(optimizer)
-    if config.rayzero.unused_gradients == "none":
-        _check_update_is_elementwise(optimizer)
-    return optimizer
-
-
-def _check_update_is_elementwise(optimizer: ShardedOptimizer) -> None:
-    """Raises ConfigError unless a gradient of zero changes nothing elsewhere."""
-    if isinstance(optimizer.torch_optimizer, NeedsWholeParams):
+    torch_optimizer = optimizer.torch_optimizer
+    if config.rayzero.unused_gradients == "none" and isinstance(torch_optimizer, NeedsWholeParams):
         raise ConfigError(
             "rayzero.unused_gradients is none, and the update is not elementwise: "
-            f"{type(optimizer.torch_optimizer).__name__}",
+            f"{type(torch_optimizer).__name__}",
             allowed="optimizers such as AdamW or SGD",
-            fix='rayzero.unused_gradients: "zero"',
+            fix='set rayzero.unused_gradients: "zero"',
         )
+    return optimizer
 
 
 def _make_schedule(

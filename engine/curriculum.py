@@ -16,11 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.engine.config import EngineConfig
-from rayzero.engine.config.data_efficiency import (
-    CurriculumConfig,
-    LayerDropConfig,
-    RandomLtdConfig,
-)
+from rayzero.engine.config.data_efficiency import CurriculumConfig, LayerDropConfig, RandomLtdConfig
 from rayzero.engine.data.sampling import TrainingProgress
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.tensor_tree import iter_tensors, map_tensors
@@ -37,7 +33,7 @@ def difficulty(
         if custom is None:
             raise ConfigError(
                 "curriculum_learning.schedule_type is custom, and there is no function",
-                fix="engine.set_custom_curriculum_learning_schedule(function of the step)",
+                fix="call engine.set_custom_curriculum_learning_schedule(function of the step)",
             )
         return int(custom(step))
     if config.schedule_type == "fixed_discrete":
@@ -108,7 +104,7 @@ def _check_takes_layer_drop(model: nn.Module) -> None:
             f"{' and no '.join(missing)}",
             allowed="forward(..., progressive_layer_drop=False, pld_theta=1.0), which skips each "
             "layer with a probability that follows from pld_theta",
-            fix='progressive_layer_drop: {"enabled": false} in the engine config',
+            fix='set progressive_layer_drop: {"enabled": false} in the engine config',
         )
 
 

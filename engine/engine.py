@@ -29,7 +29,7 @@ from rayzero.engine.metrics import StepMetrics
 from rayzero.engine.model_claims import check_unclaimed, claim_params
 from rayzero.engine.optim.build import NoOptimizer, OptimizerLike
 from rayzero.engine.recut import GroupSurvival
-from rayzero.engine.session import current_session, session_of_engine
+from rayzero.engine.session import NO_HOST, current_session
 from rayzero.engine.settings import ConfigLike, Settings, resolve_config
 from rayzero.engine.state.load import LOAD_ALL, LoadOptions
 from rayzero.engine.state.save import full_state_dict, iterate_full_params
@@ -115,9 +115,10 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
             ConfigError: config, model, optimizer and ranks do not fit together.
             DataError: the dataset is empty, or not map-style.
         """
-        session = current_session()
-        parsed = resolve_config(config, optimizer, lr_scheduler, session)
-        session = session_of_engine(session, name, optimizer, parsed.config.optimizer)
+        host = current_session() or NO_HOST
+        parsed = resolve_config(config, optimizer, lr_scheduler, host)
+        trains = optimizer is not None or parsed.config.optimizer is not None
+        session = host.session_for(name, trains=trains)
         module = make_model(model)
         check_unclaimed(module)
         with ExitStack() as undo:
@@ -128,8 +129,7 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
             engine.state.engine_name = name
             if training_data is not None:
                 engine.training_dataloader = make_loader(step, training_data, collate_fn, session)
-            if session is not None:
-                session.on_engine_ready(engine)
+            session.on_engine_ready(engine)
             undo.pop_all()
         if engine.rank == 0:
             log_explanation(parsed)
@@ -201,7 +201,7 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
             by_new_ranks: False if a new rank of a script that makes the call after each epoch does
                 not make those of the epochs that were finished before it came.
         """
-        self._step.meter.enter_phase("gather")
+        self._step.meter.phases.enter("gather")
         return self._step.reforming.with_peers(
             lambda: full_state_dict(self.module, self._runtime), by_new_ranks=by_new_ranks
         )
@@ -211,7 +211,7 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
         order of `module.named_parameters()`: for what sends the model elsewhere. Collective: every
         rank iterates to the end, and trains on afterwards. A value may be the engine's own memory:
         read it, and copy what is kept."""
-        self._step.meter.enter_phase("gather")
+        self._step.meter.phases.enter("gather")
         with_peers = self._step.reforming.with_peers
         return iterate_full_params(self.module, self._runtime, with_peers)
 
@@ -323,8 +323,7 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
         if isinstance(loader := self.training_dataloader, StepLoader):
             loader.close()
         self._step.close()
-        if (session := self._step.micro_batches.session) is not None:
-            session.on_engine_closed()
+        self._step.meter.session.on_engine_closed()
 
     @property
     def metrics(self) -> StepMetrics:

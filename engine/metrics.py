@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -15,7 +15,7 @@ from rayzero.engine.data.consumed import OUTSIDE_PHASE
 from rayzero.engine.data.sampling import TrainingProgress
 from rayzero.engine.monitors import make_monitors
 from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
-from rayzero.engine.session import NO_REQUESTS, HostSession, StepRequests
+from rayzero.engine.session import HostSession, StepRequests
 from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.step_vote import StepVote
 
@@ -32,7 +32,7 @@ class PhaseTimer:
     phase that begins, of `OTHER_PHASE` as `OUTSIDE_PHASE`.
     """
 
-    def __init__(self, session: HostSession | None) -> None:
+    def __init__(self, session: HostSession) -> None:
         self._session = session
         self._phase_s: defaultdict[str, float] = defaultdict(float)
         self._phase = OTHER_PHASE
@@ -41,13 +41,11 @@ class PhaseTimer:
     def enter(self, phase: str) -> None:
         """Starts a phase and ends the previous one. The host may raise here, to end the step."""
         self._switch_to(phase)
-        if self._session is not None:
-            self._session.on_phase(phase)
+        self._session.on_phase(phase)
 
     def leave(self) -> None:
         self._switch_to(OTHER_PHASE)
-        if self._session is not None:
-            self._session.on_phase(OUTSIDE_PHASE)
+        self._session.on_phase(OUTSIDE_PHASE)
 
     def end_step(self, data_wait_s: float, now_s: float) -> dict[str, float]:
         """Returns the seconds by phase since the last call, and resets them; `data_wait_s` of them,
@@ -134,14 +132,14 @@ class SkippedRun:
 
 
 class StepMeter:
-    """Collects the metrics of a step; reports phases and steps to the host's session, if any."""
+    """Collects the metrics of a step; reports phases and steps to the host's session."""
 
     def __init__(
         self,
         runtime: ZeroRuntime,
         optimizer: ShardedOptimizer,
         progress: TrainingProgress,
-        session: HostSession | None,
+        session: HostSession,
         config: EngineConfig,
         work: StepWork,
     ) -> None:
@@ -151,7 +149,7 @@ class StepMeter:
         self._runtime = runtime
         self._optimizer = optimizer
         self._progress = progress
-        self._session = session
+        self.session = session
         self._config = config
         self.monitors = make_monitors(config, progress.monitor_runs, runtime.collectives.rank)
         self._step_end_s = perf_counter()
@@ -178,33 +176,26 @@ class StepMeter:
             self.monitors.close()
             self.monitors = make_monitors(self._config, self._progress.monitor_runs, rank)
 
-    @property
-    def enter_phase(self) -> Callable[[str], None]:
-        return self.phases.enter
-
     def step_requests(self) -> StepRequests:
         """The host's requests for the vote of this step, with this rank's bad samples."""
-        own = self._session.step_requests() if self._session is not None else NO_REQUESTS
-        return replace(own, bad_samples=self._progress.bad_in_step)
+        return replace(self.session.step_requests(), bad_samples=self._progress.bad_in_step)
 
     def admits_load(self, step: int, client_keys: Sequence[str]) -> bool:
-        """Calls the session's `admits_load`; True without a session."""
-        session = self._session
-        return session is None or session.admits_load(step, self._progress.step, client_keys)
+        """See `HostSession.admits_load`."""
+        return self.session.admits_load(step, self._progress.step, client_keys)
 
     def on_state_loaded(self, *, tells_place: bool) -> None:
         """The training function has loaded a checkpoint, whose client state tells it its place in
         the data, or there is none."""
         if tells_place:
             self._progress.function_cursor = self._progress.sample_cursor
-        if self._session is not None:
-            self._session.on_state_loaded(self._progress.step)
+        self.session.on_state_loaded(self._progress.step)
 
     @property
     def compares_rank_losses(self) -> bool:
         """Whether the host should see this rank's own loss: in a job's first steps, where equal
         ones mean that the ranks train on the same samples."""
-        return self._session is not None and self._progress.step < _COMPARED_STEPS
+        return self.session.in_job and self._progress.step < _COMPARED_STEPS
 
     def end_step(
         self, vote: StepVote, lr: float, loss: float | None, rank_loss: float | None = None
@@ -227,14 +218,14 @@ class StepMeter:
         scale = self._runtime.precision.scaler.value if self._config.fp16.enabled else None
         if loss is not None:
             self.monitors.write_step(self._progress.sample_cursor, loss, lr, scale)
-        if self._session is not None:
+        if self.session.in_job:
             self._applied_steps += vote.finite
             metrics = self._collect(self._cached_bytes()).to_flat_dict()
             metrics.update(_flatten("streams/", self.step_work.take_stream_counts()))
             metrics["bad_samples"] = self._progress.bad_samples
             if rank_loss is not None:
                 metrics["rank_loss"] = rank_loss
-            self._session.on_step_end(metrics, vote.agreed)
+            self.session.on_step_end(metrics, vote.agreed)
         self._log_step(vote)
 
     @property

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from time import time
 
@@ -45,14 +46,6 @@ def check_packages(config: EngineConfig) -> None:
                 f"{section}.enabled: the package {package} is not installed",
                 fix=f"pip install {package}, or {section}.enabled: false",
             )
-
-
-def to_points(events: Sequence[Event]) -> list[Point]:
-    """The events, those of a step together."""
-    return [
-        Point(samples, time(), {name: value for name, value, _ in group})
-        for samples, group in groupby(events, key=lambda event: event[2])
-    ]
 
 
 class Monitors:
@@ -90,7 +83,10 @@ class Monitors:
 
     def write_events(self, event_list: Sequence[Event]) -> None:
         """Writes (name, value, step) of a script."""
-        points = to_points(event_list)
+        points = [  # the events of a step together
+            Point(samples, time(), {name: value for name, value, _ in group})
+            for samples, group in groupby(event_list, key=itemgetter(2))
+        ]
         if self._last is None and points:
             self._last = first = points[0].step
             self._each(lambda writer: writer.rewind(first, time()))

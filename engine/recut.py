@@ -100,9 +100,8 @@ class GroupSurvival:
 
     def await_group(self) -> None:
         """Asks the host for another group, if this one is broken and no step is running."""
-        reforming = self._step.reforming
-        if reforming.begins_step(OTHER_LOADER, within=self._step.tracker.has_gradients):
-            reforming.reform_if_broken()
+        within = self._step.tracker.has_gradients
+        self._step.reforming.before_read(OTHER_LOADER, within=within)
 
     @property
     def can_divide_anew(self) -> bool:

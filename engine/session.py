@@ -2,7 +2,7 @@
 
 A worker enters a session in its training thread before it calls the user's function. `Engine.build`
 uses it for the job's config, seed and saved state, and reports phases and finished steps to it.
-Under torchrun or alone there is no session.
+Under torchrun or alone there is no session, and `NO_HOST` takes its place.
 """
 
 from __future__ import annotations
@@ -96,8 +96,10 @@ class HostSession:
         seed: the job's, which determines the data order.
         shares: each rank's share of a step's samples; empty for even shares.
         builds_alone: the other ranks have the engine that is about to be built, and are elsewhere.
+        in_job: whether there is a host.
     """
 
+    in_job: bool = True
     engine_config: dict[str, Any] | None = None
     seed: int = 0
     shares: Sequence[float] = ()
@@ -179,6 +181,13 @@ class HostSession:
         the `on_phase` with which the next step begins."""
 
 
+class _NoHost(HostSession):
+    in_job = False
+
+
+NO_HOST = _NoHost()
+
+
 class BesideSession(HostSession):
     """The session of an engine that only evaluates: a reference or a reward model. The host hears
     of its phases and waits, as signs of life; it has no state to preserve."""
@@ -216,7 +225,7 @@ class Reforming:
     two steps with all ranks would wait without result, and raises. Used by the training thread.
     """
 
-    def __init__(self, collectives: Collectives, session: HostSession | None) -> None:
+    def __init__(self, collectives: Collectives, session: HostSession) -> None:
         self.gathered_between_steps = False
         """Whether something has needed all ranks between two steps."""
         self.by_host = False
@@ -229,39 +238,34 @@ class Reforming:
         """Whether the process group is broken."""
         return bool(self._collectives.broken)
 
-    def begins_step(self, loader: object | None = None, *, within: bool = False) -> bool:
-        """See `HostSession.begins_step`."""
-        session = self._session
-        return not within if session is None else session.begins_step(loader, within=within)
-
     def lose_step(self) -> bool:
         """A `step()` ends that changes nothing. Tells the host, and returns whether that is because
         the process group is broken."""
         is_due = self.is_due()
-        if is_due and self._session is not None:
+        if is_due:
             self._session.on_step_lost()
         return is_due
 
     @property
     def undoes_step(self) -> bool:
         """See `HostSession.undoes_step`."""
-        return self._session is not None and self.is_due() and self._session.undoes_step
+        return self.is_due() and self._session.undoes_step
 
-    def before_read(self, loader: object) -> None:
-        """The training thread is about to read a micro-batch of that loader."""
-        if self.begins_step(loader):
+    def before_read(self, loader: object, *, within: bool = False) -> None:
+        """The training thread is about to read a micro-batch of that loader; see
+        `HostSession.begins_step`."""
+        if self._session.begins_step(loader, within=within):
             self.reform_if_broken()
 
     def reform_if_broken(self) -> None:
         """If the process group is broken: returns when the engine was re-cut for the ranks of
         another one. What was made of the current step is lost, and its samples are read again.
         Raises CollectiveError if the engine does not outlive its group."""
-        session = self._session
         while reason := self._collectives.broken:
-            if session is None or self._collectives.on_broken is None:
+            if self._collectives.on_broken is None:
                 raise CollectiveError(reason)
             with suppress(CollectiveError):  # the next group broke while it was used first
-                session.reform()
+                self._session.reform()
 
     def with_peers(self, call: Callable[[], T], *, by_new_ranks: bool = True) -> T:
         """The result of what may need all ranks outside of a step's own passes. Raises
@@ -277,14 +281,6 @@ class Reforming:
         if reason := self._collectives.broken:
             raise CollectiveError(reason)
         return result
-
-
-def session_of_engine(
-    host: HostSession | None, name: str | None, *optimizers: object
-) -> HostSession | None:
-    """The session of an engine that is about to be built; it trains if any of these is not None."""
-    trains = any(it is not None for it in optimizers)
-    return None if host is None else host.session_for(name, trains=trains)
 
 
 _current_session: ContextVar[HostSession | None] = ContextVar("rayzero_session", default=None)

@@ -42,11 +42,11 @@ def resolve_config(
     config: ConfigLike | None,
     optimizer: object | None,
     lr_scheduler: object | None,
-    session: HostSession | None,
+    session: HostSession,
 ) -> ParsedConfig:
     """The given config, else the job's, else the defaults. Raises ConfigError if the config is
     wrong, or has no optimizer where one is needed."""
-    if config is None and session is not None:
+    if config is None:
         config = session.engine_config
     if config is None and optimizer is None:
         _warn_once_per_job(
@@ -54,29 +54,24 @@ def resolve_config(
             "the default of every other setting, are used"
         )
         config = {"optimizer": DEFAULT_OPTIMIZER}
-    parsed = parse_with_provenance(config if session is None else session.adapt_config(config))
+    parsed = parse_with_provenance(session.adapt_config(config))
     if parsed.config.autotuning.enabled:
         _warn_once_per_job(
             "config: autotuning is enabled, and this run tries nothing: "
             "`rayzero launch --autotuning run SCRIPT` does"
         )
     if optimizer is None and parsed.config.optimizer is None:
-        has_scheduler = lr_scheduler is not None or parsed.config.scheduler is not None
-        _check_evaluation_only(has_scheduler=has_scheduler)
-    return parsed
-
-
-def _check_evaluation_only(*, has_scheduler: bool) -> None:
-    """Without an optimizer the engine only evaluates: refuses what only training has a use for."""
-    if has_scheduler:
-        raise ConfigError(
-            "there is no optimizer, but a scheduler",
-            allowed='"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}} in the engine '
-            "config, or initialize(optimizer=...)",
+        if lr_scheduler is not None or parsed.config.scheduler is not None:
+            raise ConfigError(
+                "there is no optimizer, but a scheduler",
+                allowed='"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}} in the engine '
+                "config, or initialize(optimizer=...)",
+            )
+        _warn_once_per_job(
+            "no optimizer was given: the engine only evaluates, and the model's parameters are "
+            "frozen"
         )
-    _warn_once_per_job(
-        "no optimizer was given: the engine only evaluates, and the model's parameters are frozen"
-    )
+    return parsed
 
 
 def _warn_once_per_job(text: str) -> None:

@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
@@ -178,11 +178,16 @@ class MlflowRun(Writer):
 
     Args:
         key: a tag, by which the run is found and continued.
-        config: of nested keys; becomes the run's parameters.
+        params: the run's parameters, of which empty ones are left out.
     """
 
     def __init__(
-        self, uri: str | None, experiment: str, name: str, key: str, config: Mapping[str, Any]
+        self,
+        uri: str | None,
+        experiment: str,
+        name: str,
+        key: str,
+        params: Iterable[tuple[str, Any]],
     ) -> None:
         self._entities: Any = import_module("mlflow").entities
         self._client = client = import_module("mlflow").MlflowClient(uri)
@@ -194,11 +199,12 @@ class MlflowRun(Writer):
             return
         tags = {"rayzero.run": key, "rayzero.job": name}
         self._run_id = client.create_run(folder, tags=tags, run_name=name).info.run_id
-        params = [
+        entries = [
             self._entities.Param(_MLFLOW_INVALID.sub("_", key), str(value)[:_MAX_PARAM_CHARACTERS])
-            for key, value in _flatten(config)
+            for key, value in params
+            if value not in ([], "")
         ]
-        client.log_batch(self._run_id, params=params[:100])
+        client.log_batch(self._run_id, params=entries[:100])
 
     def write(self, points: Sequence[Point]) -> None:
         metrics = [
@@ -215,15 +221,6 @@ class MlflowRun(Writer):
 
     def end(self, status: str) -> None:
         self._client.set_terminated(self._run_id, status)
-
-
-def _flatten(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of what is set."""
-    for key, inner in value.items():
-        if isinstance(inner, Mapping):
-            yield from _flatten(inner, f"{prefix}{key}.")
-        elif inner not in (None, [], ""):
-            yield f"{prefix}{key}", inner
 
 
 def append_all(path: Path, data: bytes, *, create: bool = True) -> None:

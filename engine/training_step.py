@@ -62,7 +62,7 @@ class TrainingStep:
         self._rank_loss: float | None = None  # of this step, between its vote and its end
         self._own_weight = 1.0  # of the micro-batch of the backward that the script runs itself
         self.own_backward = OwnBackward(self.runtime, self)
-        self.reforming = Reforming(self.runtime.collectives, self.micro_batches.session)
+        self.reforming = Reforming(self.runtime.collectives, self.meter.session)
         self._step_hook: RemovableHandle | None = None
         if not isinstance(self.optimizer, NoOptimizer):
             self._step_hook = refuse_own_steps(self.optimizer.torch_optimizer, self.tracker)
@@ -97,7 +97,7 @@ class TrainingStep:
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Engine.__call__`."""
         self.own_backward.abandon_failed()
-        self.meter.enter_phase("forward")
+        self.meter.phases.enter("forward")
         if not torch.is_grad_enabled():
             return self.reforming.with_peers(lambda: self._forward(module, args, kwargs))
         self._begin_step()
@@ -107,7 +107,7 @@ class TrainingStep:
     def _begin_step(self) -> None:
         """Before a forward, which may be the first of a step. In a broken group: another one is
         asked for when the loader is read; here, if nothing is read from it by this thread."""
-        begins = self.reforming.begins_step(within=self.tracker.has_gradients)
+        begins = self.meter.session.begins_step(None, within=self.tracker.has_gradients)
         is_read_now = self.reforming.by_host or self.micro_batches.is_read_where_steps_begin
         if begins and not is_read_now:
             self.reforming.reform_if_broken()
@@ -197,7 +197,7 @@ class TrainingStep:
     def _prepare_backward(self) -> tuple[bool, bool]:
         """Whether the backward that follows is the first of its step, and a further one of its
         micro-step."""
-        self.meter.enter_phase("backward")
+        self.meter.phases.enter("backward")
         if self.tracker.zeroed:
             self.discard_gradients()
             self.tracker.zeroed = False
@@ -278,7 +278,7 @@ class TrainingStep:
     def _publish(self) -> None:
         """Starts to gather the updated weights. Raises CollectiveError in a group that breaks
         meanwhile, with a state that no other rank may use: the script would read undefined ones."""
-        self.meter.enter_phase("publish")
+        self.meter.phases.enter("publish")
         self.runtime.sync_model_weights()
         gathers = self.runtime.stage.weight_collective is Collective.ALL_GATHER
         if gathers and self.reforming.is_due():
@@ -330,7 +330,7 @@ class TrainingStep:
 
     def _update(self) -> tuple[StepVote, float]:
         """Agrees on the step with all ranks, and applies it; with the learning rate used."""
-        self.meter.enter_phase("reduce")
+        self.meter.phases.enter("reduce")
         factor = self.settings.post_reduce_scale / self.loss_scale
         vote = self.runtime.vote(self._loss_sum, factor, self.meter.step_requests())
         limit = self.settings.config.rayzero.loader.max_bad_samples
@@ -341,7 +341,7 @@ class TrainingStep:
         unused = self.runtime.take_unused(vote)
         lr = self.optimizer.lr
         if vote.finite:
-            self.meter.enter_phase("update")
+            self.meter.phases.enter("update")
         with self.state.updating():
             self._apply_vote(vote, factor, unused)
         if self.runtime.collectives.broken and self.state.update_is_collective:
@@ -393,7 +393,7 @@ def refuse_own_steps(optimizer: torch.optim.Optimizer, tracker: StepTracker) -> 
             raise EngineError(
                 "optimizer.step() was called on the engine's optimizer",
                 allowed="engine.step(), which also reduces, clips and counts",
-                fix="engine.step() in place of optimizer.step()",
+                fix="call engine.step() in place of optimizer.step()",
             )
 
     return optimizer.register_step_pre_hook(refuse)

@@ -207,11 +207,6 @@ class ParameterOffload:
         self.forward_hooks = [self]
 
 
-def no_external_parameters() -> list[tuple[str, nn.Parameter]]:
-    """`module.ds_external_parameters`."""
-    return []
-
-
 def add_stage3_names(engine: Engine) -> None:
     """Gives a stage-3 engine's model, parameters and optimizer DeepSpeed's attributes; its state
     dictionary then refuses values that are not there."""
@@ -219,7 +214,7 @@ def add_stage3_names(engine: Engine) -> None:
         return
     add_param_attributes()
     _refuse_absent_values(engine.module)
-    vars(engine.module)["ds_external_parameters"] = no_external_parameters
+    vars(engine.module)["ds_external_parameters"] = list  # there are none
     if engine.optimizer is not None:
         scheduler = engine.internals.runtime.unshard_scheduler
         vars(engine.optimizer)["parameter_offload"] = ParameterOffload(engine.module, scheduler)
@@ -257,7 +252,7 @@ class AbsentValue(ShapeOnly):
         raise EngineError(
             "a weight of model.state_dict() was used, and at stage 3 each rank holds a part of it",
             allowed="its shape and dtype; its values inside zero.GatheredParameters",
-            fix="engine.state_dict() on all ranks, or save_pretrained(state_dict=...) of that",
+            fix="call engine.state_dict() on all ranks, or save_pretrained(state_dict=...) of that",
         )
 
     write = read
@@ -293,7 +288,7 @@ def _refuse_load(
                 "rank holds a part of that weight",
                 allowed="inside zero.GatheredParameters(model.parameters(), modifier_rank=0), or "
                 "before initialize",
-                fix="engine.load_module_state_dict(state) on all ranks",
+                fix="call engine.load_module_state_dict(state) on all ranks",
             )
 
 

@@ -37,10 +37,6 @@ class Work:
         self.wait()
 
 
-class CompletedWork(Work):
-    """A collective that is already complete."""
-
-
 class ChainableWork(Work):
     """Work that runs callbacks once it has been waited for."""
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rayzero.engine.comm.backend import Backend, ChainableWork, CompletedWork, Work
+from rayzero.engine.comm.backend import Backend, ChainableWork, Work
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import CollectiveError, EngineError
 
@@ -201,7 +201,7 @@ class Collectives:
         traffic.calls += 1
         traffic.bytes += moved_bytes
         counters.sequence = number = counters.sequence + 1
-        work = self.run_timed(name, number, partial(start, *arguments), CompletedWork)
+        work = self.run_timed(name, number, partial(start, *arguments), Work)
         return CollectiveWork(work, self, name, number)
 
     def run_timed(

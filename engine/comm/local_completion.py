@@ -7,31 +7,24 @@ Arguments are those of `torch.distributed.ProcessGroup`'s methods, outputs first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from rayzero.engine.comm.backend import rank_chunk
+from rayzero.engine.tensor_tree import iter_tensors
 
 
 def output_tensors(name: str, args: tuple[Any, ...]) -> list[Tensor]:
     """The tensors that the collective `name` writes, in order."""
-    return [] if name in ("barrier", "send") else list(_flatten(args[0]))
+    return [] if name in ("barrier", "send") else list(iter_tensors(args[0]))
 
 
 def complete_locally(name: str, args: tuple[Any, ...], rank: int, world_size: int) -> None:
     """Writes the outputs of the collective `name`."""
     if (complete := _COMPLETIONS.get(name)) is not None:
         complete(args[0], args[1], rank, world_size)
-
-
-def _flatten(tensors: Any) -> Iterable[Tensor]:
-    if isinstance(tensors, Tensor):
-        yield tensors
-        return
-    for item in tensors:
-        yield from _flatten(item)
 
 
 def _gather(outputs: Any, inputs: Any, rank: int, world_size: int) -> None:

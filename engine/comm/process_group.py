@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rayzero.engine.comm.backend import Backend, CompletedWork, Work, copy_unless_same
+from rayzero.engine.comm.backend import Backend, Work, copy_unless_same
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.comm.elastic_group import ElasticGroup, elastic_group
 from rayzero.engine.comm.gloo_p2p import destroy_at_exit
@@ -41,31 +41,31 @@ class SingleRankBackend(Backend):
     world_size = 1
 
     def all_reduce(self, full: Tensor) -> Work:
-        return CompletedWork()
+        return Work()
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> Work:
         if accumulate:
             out.add_(full)
         else:
             copy_unless_same(out, full)
-        return CompletedWork()
+        return Work()
 
     def _copy(self, full: Tensor, part: Tensor, *_: Any, **__: Any) -> Work:
         copy_unless_same(full, part)
-        return CompletedWork()
+        return Work()
 
     all_gather = all_gather_in_group = gather = _copy
 
     def all_to_all(self, full: Tensor, received: Tensor) -> Work:
         received.copy_(full)
-        return CompletedWork()
+        return Work()
 
     def all_to_all_v(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work:
         received[0].copy_(sent[0])
-        return CompletedWork()
+        return Work()
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        return CompletedWork()
+        return Work()
 
 
 class LateBackend(SingleRankBackend):
@@ -221,7 +221,9 @@ def init_distributed(
         )
     backend = dist_backend or get_device(local_device()).backend
     if backend not in ("nccl", "gloo"):
-        raise ConfigError(f"the backend {backend!r}", allowed="nccl, gloo", fix="dist_backend")
+        raise ConfigError(
+            f"the backend {backend!r}", allowed="nccl, gloo", fix="change dist_backend"
+        )
     if init_method is not None:
         place = {"init_method": init_method, "rank": rank, "world_size": world_size}
         create_group(backend, timeout=timeout, **place)

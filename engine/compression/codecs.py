@@ -116,9 +116,6 @@ class Int8Codec(BlockScaledCodec):
 
     name = "int8"
 
-    def __init__(self, block: int = 256) -> None:
-        super().__init__(block)
-
     def payload_bytes(self, numel: int) -> int:
         return self._scale_bytes(numel) + numel
 
@@ -147,7 +144,7 @@ class SignCodec(BlockScaledCodec):
     needs_error_feedback = True
     keeps_zero = False
 
-    def __init__(self, block: int = 64) -> None:
+    def __init__(self, block: int) -> None:
         super().__init__(block)
         self._sign_tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 

@@ -13,11 +13,7 @@ from rayzero.engine.comm.backend import ChainableWork, ReduceOp
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.compression.codecs import CODECS, Codec, SignCodec
 from rayzero.engine.compression.powersgd import PowerSGDReduce
-from rayzero.engine.compression.quantized import (
-    CodecContext,
-    CollectiveSequencer,
-    QuantizedReduce,
-)
+from rayzero.engine.compression.quantized import CodecContext, CollectiveSequencer, QuantizedReduce
 from rayzero.engine.config import EngineConfig
 from rayzero.engine.config.compression import is_onebit, selected_codecs
 from rayzero.engine.errors import ConfigError
@@ -201,8 +197,8 @@ def make_error_feedback(
             f"compression {codec!r} uses error feedback, and the gradients of {unit.name} are "
             f"{dtype}",
             allowed="main gradients in fp32; int8, bf16 and fp16 need no error feedback",
-            fix='data_types.grad_accum_dtype: fp32; "bf16": {"enabled": true} for a model in 16 '
-            "bits; or another compression",
+            fix='set data_types.grad_accum_dtype: fp32; "bf16": {"enabled": true} for a model in '
+            "16 bits; or another compression",
         )
     local = torch.zeros(unit.layout.numel, dtype=dtype, device=device)
     shard = torch.zeros_like(local[unit.shard]) if reduced else None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rayzero.engine.comm.backend import ChainableWork, CompletedWork, Work, copy_or_add_
+from rayzero.engine.comm.backend import ChainableWork, Work, copy_or_add_
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.compression.quantized import CollectiveSequencer, MultiStageReduce
 from rayzero.engine.layout.flat_layout import ALIGN_NUMEL, ParamSpec, UnitLayout
@@ -142,9 +142,7 @@ class PowerSGDReduce:
             self._left_factors[index] = left
             torch.mm(factors.matrix.t(), left, out=factors.right)
             factors.matrix.addmm_(left, factors.right.t(), alpha=-1.0)
-        return (
-            self._collectives.all_reduce(self._second_buffer) if self.factors else CompletedWork()
-        )
+        return self._collectives.all_reduce(self._second_buffer) if self.factors else Work()
 
     def _reconstruct(self, out: Tensor, within: slice, *, add: bool) -> None:
         for factors in self.factors.values():

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rayzero.engine.comm.backend import ChainableWork, CompletedWork, Work
+from rayzero.engine.comm.backend import ChainableWork, Work
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.compression.codecs import Codec
 from rayzero.engine.zero.reducer import ErrorFeedback
@@ -196,7 +196,7 @@ class QuantizedReduce:
 
         def finish_and_release(works: Sequence[Work]) -> None:
             finish(received)
-            readers = [*works, CompletedWork()]  # without a gather nobody reads `received`
+            readers = [*works, Work()]  # without a gather nobody reads `received`
             for buffer, last in zip(buffers, readers, strict=False):
                 pool.release(buffer, last)
 

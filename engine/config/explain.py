@@ -72,9 +72,10 @@ def log_explanation(parsed: ParsedConfig) -> None:
     dump = parsed.config.model_dump(mode="json")
     if parsed.ignored:
         keys = ", ".join(f"{key:.60}" for key in parsed.ignored[:20])
-        _warn_once(f"config: unknown keys are ignored, as DeepSpeed ignores them: {keys}")
+        text = f"config: unknown keys are ignored, as DeepSpeed ignores them: {keys}"
+        _log_once(text, logging.WARNING)
     for line in find_without_effect(parsed.config):
-        _warn_once(f"config: {line}")
+        _log_once(f"config: {line}", logging.WARNING)
     for path, how in parsed.provenance.items():
         _log_once(f"config: {path} is {repr_value(get_path(dump, path))} ({how})")
     idle = [
@@ -89,13 +90,8 @@ def log_explanation(parsed: ParsedConfig) -> None:
 
 
 @lru_cache(maxsize=256)
-def _log_once(line: str) -> None:
-    log.info("%s", line)
-
-
-@lru_cache(maxsize=256)
-def _warn_once(line: str) -> None:
-    log.warning("%s", line)
+def _log_once(line: str, level: int = logging.INFO) -> None:
+    log.log(level, "%s", line)
 
 
 # What pydantic leaves by its own name where a validator comes before the bound. Upper bounds are

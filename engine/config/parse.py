@@ -293,14 +293,10 @@ def drop_unknown(document: dict[str, Any]) -> list[str]:
         for name in [*values] if isinstance(values, dict) else ():
             near = sorted(_PATHS) if "." in name else sorted(known)
             path = f"{section}.{name}" if section else name
-            is_misplaced = path in _PARAMS or _belongs_elsewhere(name)
+            is_misplaced = path in _PARAMS or any(it.endswith(f".{name}") for it in _PATHS)
             resembles = did_you_mean(name, near) and name not in _FOREIGN
             if name in known or resembles or is_misplaced:
                 continue
             del values[name]
             dropped.append(path)
     return dropped
-
-
-def _belongs_elsewhere(name: str) -> bool:
-    return any(path.endswith(f".{name}") for path in _PATHS)

@@ -14,26 +14,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from torch import nn
 
+from rayzero.engine.config.zero import LeafModuleConfig
 from rayzero.engine.errors import ConfigError
 
 log = logging.getLogger("rayzero.engine")
 
 Classes = Sequence[type[nn.Module] | str]
-
-
-class LeafNames(Protocol):
-    """Leaf modules as the config names them."""
-
-    @property
-    def classes(self) -> Sequence[str]: ...
-    @property
-    def names(self) -> Sequence[str]: ...
-    @property
-    def name_suffixes(self) -> Sequence[str]: ...
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
@@ -85,7 +74,7 @@ def set_z3_leaf_modules_by_suffix(
     return _set_where(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
 
 
-def apply_leaf_names(model: nn.Module, leaves: LeafNames) -> None:
+def apply_leaf_names(model: nn.Module, leaves: LeafModuleConfig) -> None:
     """Makes what `zero_optimization.leaf_module` names leaves; a name that fits nothing is logged,
     because one file may serve several models."""
     missing = [it for it in leaves.classes if not _set_by_class(model, [it], True, False)]

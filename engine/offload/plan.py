@@ -91,13 +91,11 @@ def plan_offload(
         store = NvmeStore(
             precision, transfer, file, section.buffer_count, numel, separate_memory=on_device
         )
-    gather = None
-    weights_file = None
-    param = config.offload_param
-    if on_host and param.device == "nvme" and param.nvme_path is not None:
-        weights_file = _make_file(param.nvme_path, device)
+    gather = weights_file = None
     if on_host:
-        kind = MemoryKind.HOST if weights_file is None else MemoryKind.DISK
+        param, kind = config.offload_param, MemoryKind.HOST
+        if param.device == "nvme" and param.nvme_path is not None:
+            weights_file, kind = _make_file(param.nvme_path, device), MemoryKind.DISK
         gather = HostShardGather(transfer, collectives, device, kind)
     return Offload(transfer, gather, device_store, store, weights_file, section.ratio)
 

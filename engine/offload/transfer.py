@@ -13,14 +13,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from rayzero.engine.comm.backend import (
-    ChainableWork,
-    CompletedWork,
-    GatherOp,
-    Work,
-    copy_or_add_,
-    rank_chunk,
-)
+from rayzero.engine.comm.backend import ChainableWork, GatherOp, Work, copy_or_add_, rank_chunk
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.device import Device, Event, get_device
 
@@ -105,7 +98,7 @@ class _D2HCopy(Work):
     add: bool
     staging: Tensor | None = None
     done: Event | None = None
-    reduced: Work = field(default_factory=CompletedWork)
+    reduced: Work = field(default_factory=Work)
 
     def wait(self) -> None:
         self.reduced.wait()
@@ -150,7 +143,7 @@ class StreamTransfer(HostTransfer):
         if early:
             self._start_d2h(copy, arrives)
         else:
-            copy.reduced = arrives.then(lambda: self._start_d2h(copy, CompletedWork()))
+            copy.reduced = arrives.then(lambda: self._start_d2h(copy, Work()))
         return copy
 
     def wait_d2h(self) -> None:

@@ -215,10 +215,6 @@ class ShardedOptimizer:
         if hasattr(self.torch_optimizer, "replicated_state"):
             yield from self.torch_optimizer.replicated_state()
 
-    def reset_state(self) -> None:
-        """Reset the optimizer state to that before the first step."""
-        _reset_state(self.torch_optimizer)
-
     @property
     def lr(self) -> float:
         """The first group's learning rate; 0 if the optimizer sets its own (Adafactor's
@@ -266,11 +262,12 @@ def rebind_params(
         )
     for group, options in enumerate(optimizer.param_groups):
         options["params"] = [shard.weight for shard in shards if shard.group == group]
-    _reset_state(optimizer)
+    reset_state(optimizer)
     return optimizer
 
 
-def _reset_state(optimizer: torch.optim.Optimizer) -> None:
+def reset_state(optimizer: torch.optim.Optimizer) -> None:
+    """Resets the state to that before the first step."""
     optimizer.state.clear()
     if isinstance(optimizer, torch.optim.Adagrad):  # the only one with state before its first step
         groups = [dict(group) for group in optimizer.param_groups]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rayzero.engine.accounting import bytes_by_class
 from rayzero.engine.builder import make_build_context, make_sharded_optimizer
-from rayzero.engine.comm.backend import Backend, CompletedWork, Work
+from rayzero.engine.comm.backend import Backend, Work
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.config import EngineConfig, OptimizerConfig
 from rayzero.engine.data.batch_sizes import resolve_batch_sizes
@@ -41,7 +41,7 @@ class AbsentRanks(Backend):
         self.world_size = world_size
 
     def _complete(self, *args: Any, **kwargs: Any) -> Work:
-        return CompletedWork()
+        return Work()
 
     all_reduce = reduce_scatter = all_gather = all_gather_in_group = _complete
     all_to_all = all_to_all_v = gather = broadcast = _complete

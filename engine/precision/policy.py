@@ -97,7 +97,8 @@ class Precision:
         return torch.autocast(self.autocast_device, dtype=self.autocast_dtype)
 
 
-_CONFIG_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+CONFIG_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""By their names in the config."""
 
 # As torch's GradScaler: no hysteresis and a longer window. GradScaler has no minimum, but below 1
 # it is not the scale that makes gradients overflow.
@@ -110,13 +111,13 @@ def choose_precision(config: EngineConfig, device: torch.device) -> Precision:
     autocast = config.torch_autocast
     types = config.data_types
     options: dict[str, Any] = {
-        "grad_dtype_override": _CONFIG_DTYPES.get(types.grad_accum_dtype or ""),
-        "buffer_dtype": _CONFIG_DTYPES.get(types.buffer_dtype or ""),
+        "grad_dtype_override": CONFIG_DTYPES.get(types.grad_accum_dtype or ""),
+        "buffer_dtype": CONFIG_DTYPES.get(types.buffer_dtype or ""),
     }
     if autocast.enabled:
         options |= {
             "autocast_device": device.type,
-            "autocast_dtype": _CONFIG_DTYPES[autocast.dtype],
+            "autocast_dtype": CONFIG_DTYPES[autocast.dtype],
         }
     if fp16.enabled:
         options |= {

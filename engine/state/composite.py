@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from operator import is_not
 
 from rayzero.engine.device import Device
 from rayzero.engine.layout.engine_parts import ENGINES, MARK, NAME
@@ -123,7 +124,7 @@ class CompositeState:
         parts = [state.pack(whole=whole) for state in self._members.values()]
         if len(parts) == 1:
             return parts[0]
-        if whole or len(parts) != len(self._parts) or any(map(_differ, parts, self._parts)):
+        if whole or len(parts) != len(self._parts) or any(map(is_not, parts, self._parts)):
             named = zip(self._members, parts, strict=True)
             block = pack_block([_named(it, name) for name, part in named for it in part.ranges])
             if whole:
@@ -149,10 +150,6 @@ class CompositeState:
     @property
     def _first(self) -> TrainingState:
         return self._members[""]
-
-
-def _differ(one: object, other: object) -> bool:
-    return one is not other
 
 
 def _named(part: StateRange, engine: str) -> StateRange:

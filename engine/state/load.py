@@ -15,7 +15,7 @@ from rayzero.engine.checkpoint.errors import CheckpointMismatchError, check_stat
 from rayzero.engine.checkpoint.imports.tensors import TensorSource
 from rayzero.engine.layout.packed import is_wrapper
 from rayzero.engine.layout.state_index import LogicalTensor, StateSource
-from rayzero.engine.optim.sharded_optimizer import OptimizerShard, ShardedOptimizer
+from rayzero.engine.optim.sharded_optimizer import OptimizerShard, ShardedOptimizer, reset_state
 from rayzero.engine.optim.whole_params import NeedsWholeParams, WholeParamOps
 from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, dtype_name
 from rayzero.engine.state.error_feedback import load_residuals
@@ -116,7 +116,7 @@ def load_tensors(
             options = replace(options, optimizer=False)
             if runtime.collectives.rank == 0:
                 log.warning("%s: it is left out, and the optimizer starts anew", other)
-        optimizer.reset_state()
+        reset_state(optimizer.torch_optimizer)
     parts = [
         replace(part, ranges=tuple(one for one in part.ranges if one.name not in absent))
         for part in state_ranges(model, runtime, optimizer, owned=False)

@@ -27,12 +27,7 @@ from rayzero.engine.optim.whole_params import NeedsWholeParams
 from rayzero.engine.state import metadata
 from rayzero.engine.state.error_feedback import residual_ranges
 from rayzero.engine.state.load import LOAD_ALL, LoadOptions, load_tensors
-from rayzero.engine.state.ranges import (
-    StateBlock,
-    StateRange,
-    pack_block,
-    state_ranges,
-)
+from rayzero.engine.state.ranges import StateBlock, StateRange, pack_block, state_ranges
 from rayzero.engine.state.registry import StateRegistry
 from rayzero.engine.tensor_tree import storage_id
 from rayzero.engine.zero.placement import Placement

@@ -26,13 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rayzero.engine.comm.backend import (
-    ChainableWork,
-    CompletedWork,
-    ReduceOp,
-    Work,
-    rank_chunk,
-)
+from rayzero.engine.comm.backend import ChainableWork, ReduceOp, Work, rank_chunk
 from rayzero.engine.layout.flat_layout import UnitLayout
 from rayzero.engine.layout.parts import Segment, cut_columns, segments
 from rayzero.engine.offload.transfer import HostTransfer, MemoryKind
@@ -47,7 +41,7 @@ class GradBuffer:
     """Memory that parts of units are reduced from, one after the other; `reduction` is the last."""
 
     tensor: Tensor
-    reduction: Work = field(default_factory=CompletedWork)
+    reduction: Work = field(default_factory=Work)
 
 
 class GradBufferPool:

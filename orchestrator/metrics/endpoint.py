@@ -28,6 +28,7 @@ from prometheus_client.registry import CollectorRegistry
 
 from rayzero.engine.errors import ConfigError, RayzeroError, first_line
 from rayzero.orchestrator.metrics.http_server import Answer, HttpServer
+from rayzero.orchestrator.metrics.snapshot import to_json
 
 MAX_REGULAR_INTERVAL_S = 60.0
 """Clients that read less often are not waited for."""
@@ -181,7 +182,7 @@ def listen(
             raise ConfigError(
                 f"{setting}: cannot listen on {where}: {error.strerror or error}",
                 allowed="a free port of this machine; 0 takes any free one",
-                fix=settings,
+                fix=f"change {settings}",
             ) from None
     raise ConfigError("metrics.ports: no port to listen on", fix="set metrics.ports to 1 or more")
 
@@ -218,8 +219,7 @@ def _refusal(status: int, text: str) -> web.Response:
 
 def json_response(value: Any) -> Page:
     """A value without inf and nan."""
-    body = json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
-    return "application/json; charset=utf-8", body
+    return "application/json; charset=utf-8", to_json(value)
 
 
 def steps_csv(history: Mapping[str, Any]) -> Page:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 from threading import Lock
 from time import monotonic, time
 from typing import Any
@@ -33,13 +33,13 @@ from rayzero.orchestrator.metrics.endpoint import (
     page_answer,
     steps_csv,
 )
-from rayzero.orchestrator.metrics.snapshot import SNAPSHOT_FORMAT
+from rayzero.orchestrator.metrics.snapshot import SNAPSHOT_FORMAT, finite_json
 from rayzero.orchestrator.metrics.snapshot_model import validate_snapshot
 from rayzero.orchestrator.metrics.telemetry import HISTORY_FILE, SNAPSHOT_FILE
 from rayzero.orchestrator.page import page_response
 
 INDEX_FORMAT = 1
-"""Of /jobs.json: incremented when readers of the previous format could misread it."""
+"""The format of /jobs.json: incremented when readers of the previous one could misread it."""
 _RUN_FILE = re.compile(
     rf"/jobs/([A-Za-z0-9][A-Za-z0-9._-]{{0,62}})/"
     rf"({re.escape(SNAPSHOT_FILE)}|{re.escape(HISTORY_FILE)}|steps\.csv)"
@@ -132,9 +132,8 @@ class RunIndex:
     """The runs in a folder or store of jobs (`checkpoint.path`). Files are read again when they
     change. Thread-safe: a lost update of the cache is read once more."""
 
-    def __init__(self, url: str, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self, url: str) -> None:
         self._store = open_store(url, "--path")
-        self._clock = clock
         self._is_remote = is_remote(url)
         self._cache: dict[str, tuple[float, int, int, Any]] = {}
         self._lock = Lock()
@@ -147,18 +146,18 @@ class RunIndex:
         with self._lock:
             if not self._is_remote:
                 return self._list(map)
-            if self._clock() - self._listed_s >= LIST_INTERVAL_S:
+            if monotonic() - self._listed_s >= LIST_INTERVAL_S:
                 with ThreadPoolExecutor(_READERS) as pool:
                     self._rows = self._list(pool.map)
-                self._listed_s = self._clock()
+                self._listed_s = monotonic()
             return self._rows
 
     def file(self, job: str, name: str) -> bytes | None:
         """The content of a run's file; None if there is none. `job` is a name, not a path. Raises
         StoreError if it cannot be read; ConfigError if it is damaged."""
         path = f"{job}/{name}"
-        check = self._read_snapshot if name == SNAPSHOT_FILE else self._check_history
-        if isinstance(damage := self._cached(path, self._store.find(path), check), Damage):
+        parse = _parse_snapshot if name == SNAPSHOT_FILE else _check_history
+        if isinstance(damage := self._cached(path, self._store.find(path), parse), Damage):
             raise ConfigError(damage.text)
         return self._read(path)
 
@@ -180,9 +179,9 @@ class RunIndex:
         try:
             for entry in self._store.list_folder(job):
                 if entry.name == SNAPSHOT_FILE:
-                    snapshot = self._cached(f"{job}/{entry.name}", entry, self._read_snapshot)
+                    snapshot = self._cached(f"{job}/{entry.name}", entry, _parse_snapshot)
                 elif entry.name == STATE_FILE:
-                    past = self._cached(f"{job}/{entry.name}", entry, self._read_journal)
+                    past = self._cached(f"{job}/{entry.name}", entry, _parse_journal)
         except StoreError as error:
             past = Damage(first_line(error), 0.0)
         damaged = next((it for it in (snapshot, past) if isinstance(it, Damage)), None)
@@ -198,15 +197,15 @@ class RunIndex:
             row |= {
                 "state": past.end_state or row["state"],
                 "error": past.error.partition("\n")[0],
-                "config": _as_json(past.spec),
+                "config": finite_json(past.spec, str),
             }
         row |= {"name": job} if damaged is None else {"name": job, "error": damaged.text}
         return {**_UNKNOWN_ROW, **row}
 
-    def _cached(self, path: str, entry: StoreEntry | None, read: Callable[[str], Any]) -> Any:
-        """Returns the result of `read`, or `Damage` if it raises RayzeroError; None without a file.
-        Reads only a file that has changed; twice if its clock has whole seconds, as in stores: it
-        may have changed again within the second."""
+    def _cached(self, path: str, entry: StoreEntry | None, parse: Callable[[bytes], Any]) -> Any:
+        """Returns what `parse` makes of the content, or `Damage` if that is an error; None without
+        a file. Reads only a file that has changed; twice if its clock has whole seconds, as in
+        stores: it may have changed again within the second."""
         if entry is None:
             return None
         key = (entry.modified_s, entry.nbytes)
@@ -215,7 +214,8 @@ class RunIndex:
             reads_left = 2 if entry.modified_s.is_integer() else 1
         if reads_left:
             try:
-                value = read(path)
+                content = self._read(path)
+                value = None if content is None else parse(content)
             except RayzeroError as error:
                 value = Damage(first_line(error), entry.modified_s)
             self._cache[path] = (*key, reads_left - 1, value)
@@ -229,23 +229,6 @@ class RunIndex:
             if error.kind == "gone":
                 return None
             raise
-
-    def _read_snapshot(self, path: str) -> Row | None:
-        content = self._read(path)
-        return None if content is None else _parse_snapshot(content)
-
-    def _check_history(self, path: str) -> None:
-        content = self._read(path)
-        value = None if content is None else _parse_json(content, HISTORY_FILE)
-        if content is not None and not (isinstance(value, dict) and "curves" in value):
-            raise ConfigError(f"{HISTORY_FILE} has no curves")
-
-    def _read_journal(self, path: str) -> JobFacts | None:
-        content = self._read(path)
-        past = None if content is None else parse_facts(content)
-        if content is not None and past is None:
-            raise ConfigError(f"{STATE_FILE} is not the state of a run")
-        return past
 
 
 @dataclass(frozen=True)
@@ -286,6 +269,18 @@ def _parse_snapshot(content: bytes) -> Row | None:
     return dict(value)
 
 
+def _check_history(content: bytes) -> None:
+    value = _parse_json(content, HISTORY_FILE)
+    if not (isinstance(value, dict) and "curves" in value):
+        raise ConfigError(f"{HISTORY_FILE} has no curves")
+
+
+def _parse_journal(content: bytes) -> JobFacts:
+    if (past := parse_facts(content)) is None:
+        raise ConfigError(f"{STATE_FILE} is not the state of a run")
+    return past
+
+
 def _row_of_snapshot(value: Row) -> Row:
     progress, training = value["progress"], value["training"]
     usage = value.get("usage", {})  # a run of an earlier version has none
@@ -319,15 +314,3 @@ def _row_of_journal(past: JobFacts) -> Row:
         "faults": len(past.faults),
         "wall_s": wall_s,
     }
-
-
-def _as_json(value: Any) -> Any:
-    """The value with infinite numbers and NaN as text: a browser's JSON has none."""
-    match value:
-        case dict():
-            return {key: _as_json(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_as_json(item) for item in value]
-        case float() if not isfinite(value):
-            return str(value)
-    return value

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
-from typing import Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -23,16 +24,21 @@ from rayzero.orchestrator.metrics.rank_metrics import RankMetrics, RankMetricsTa
 SeriesKind = Literal["gauge", "counter", "histogram"]
 Sample: TypeAlias = float | Histogram | None
 Samples: TypeAlias = Sample | Mapping[str, Sample] | Mapping[tuple[str, ...], Sample]
-"""One value, or values by label value; a tuple where there are several labels beside `job`."""
+"""One value, or values by label value; a tuple where there are several labels besides `job`."""
 Source = TypeVar("Source")
 
 _BASE_UNITS = ("seconds", "bytes", "ratio")
+_FAMILIES = {
+    "gauge": GaugeMetricFamily,
+    "counter": CounterMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 
 
 @dataclass(frozen=True)
 class Series(Generic[Source]):
     """One metric. `read` returns the current values, of which None are left out; `labels` are those
-    beside `job`."""
+    besides `job`."""
 
     name: str
     kind: SeriesKind
@@ -50,19 +56,14 @@ class Series(Generic[Source]):
         """The samples of job `job`; a family without samples has nothing to export."""
         samples = self.read(source)
         rows = samples.items() if isinstance(samples, Mapping) else [((), samples)]
-        labels = ("job", *self.labels)
-        if self.kind == "histogram":
-            family = HistogramMetricFamily(self.name, self.help, labels=labels)
-            for label, value in rows:
-                if isinstance(value, Histogram):
-                    family.add_metric((job, *_tuple(label)), value.cumulative(), value.sum)
-            return family
-        make = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
-        scalars = make(self.name, self.help, labels=labels)
+        family: Any = _FAMILIES[self.kind](self.name, self.help, labels=("job", *self.labels))
         for label, value in rows:
-            if isinstance(value, int | float):
-                scalars.add_metric((job, *_tuple(label)), float(value))
-        return scalars
+            labels = (job, label) if isinstance(label, str) else (job, *label)
+            if isinstance(value, Histogram):
+                family.add_metric(labels, value.cumulative(), value.sum)
+            elif value is not None:
+                family.add_metric(labels, float(value))
+        return cast(Metric, family)
 
 
 class JobSeries(Series[JobMetrics]):
@@ -77,20 +78,14 @@ JobReader: TypeAlias = str | Callable[[JobMetrics], Samples]
 """A path of attributes, such as `facts.step`, or a function."""
 
 
-def gauge(name: str, text: str, read: JobReader, *labels: str) -> JobSeries:
-    return JobSeries(name, "gauge", text, _reader(read), labels)
+def _job_series(kind: SeriesKind, name: str, text: str, read: JobReader, *labels: str) -> JobSeries:
+    reader = attrgetter(read) if isinstance(read, str) else read
+    return JobSeries(name, kind, text, reader, labels)
 
 
-def counter(name: str, text: str, read: JobReader, *labels: str) -> JobSeries:
-    return JobSeries(name, "counter", text, _reader(read), labels)
-
-
-def histogram(name: str, text: str, read: JobReader, *labels: str) -> JobSeries:
-    return JobSeries(name, "histogram", text, _reader(read), labels)
-
-
-def _reader(read: JobReader) -> Callable[[JobMetrics], Samples]:
-    return attrgetter(read) if isinstance(read, str) else read
+gauge = partial(_job_series, "gauge")
+counter = partial(_job_series, "counter")
+histogram = partial(_job_series, "histogram")
 
 
 def step_gauge(name: str, text: str, reported: str) -> JobSeries:
@@ -112,7 +107,3 @@ def rank_series(
 def rank_gauge(name: str, text: str, reported: str) -> RankSeries:
     """A gauge of what each rank reports as `reported`, in its last step."""
     return rank_series(name, "gauge", text, lambda rank: rank.gauge(reported))
-
-
-def _tuple(label: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (label,) if isinstance(label, str) else label

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from math import isfinite
 from typing import Any
@@ -19,9 +20,9 @@ from rayzero.orchestrator.spec import JobSpec
 SNAPSHOT_FORMAT = 2
 """Incremented when readers of the previous format could misread the value."""
 HISTORY_FORMAT = 1
-"""The same, of /history.json."""
+"""The same for /history.json."""
 MAX_LINE_CHARACTERS = 500
-"""Of a line of the log in /history.json."""
+"""The longest line of the log in /history.json."""
 
 
 def make_snapshot(metrics: JobMetrics) -> dict[str, Any]:
@@ -120,6 +121,11 @@ def history_texts(spec: JobSpec, log: Sequence[str]) -> dict[str, Any]:
     return {"log": lines, "config": redact_document(to_document(spec))}
 
 
+def to_json(value: Any) -> bytes:
+    """A value without inf and nan as JSON."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+
+
 def snapshot_ranks(ranks: RankMetricsTable) -> list[dict[str, Any]]:
     """The value's `ranks`, in order."""
     return [finite_json(_rank_row(rank, ranks.by_rank[rank])) for rank in sorted(ranks.by_rank)]
@@ -141,10 +147,10 @@ def _rank_row(rank: int, metrics: RankMetrics) -> dict[str, Any]:
     }
 
 
-def finite_json(value: Any) -> Any:
-    """Replaces inf and nan, which JSON does not have, with None."""
+def finite_json(value: Any, convert: Callable[[float], str | None] = lambda _: None) -> Any:
+    """Replaces inf and nan, which JSON does not have, with None or what `convert` returns."""
     if isinstance(value, dict):
-        return {key: finite_json(item) for key, item in value.items()}
+        return {key: finite_json(item, convert) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite_json(item) for item in value]
-    return None if isinstance(value, float) and not isfinite(value) else value
+        return [finite_json(item, convert) for item in value]
+    return convert(value) if isinstance(value, float) and not isfinite(value) else value

@@ -36,6 +36,7 @@ from rayzero.orchestrator.metrics.snapshot import (
     make_history,
     make_snapshot,
     snapshot_ranks,
+    to_json,
 )
 from rayzero.orchestrator.metrics.trackers import open_step_files
 from rayzero.orchestrator.plan import JobPlan
@@ -240,7 +241,7 @@ class RunFiles:
 def _replace(path: Path, value: Callable[[], dict[str, Any]], _: Sequence[None]) -> None:
     """Writes what the value is now; readers see the old file or the new one."""
     new = path.with_name(f".{path.name}")
-    new.write_bytes(_to_json(value()))
+    new.write_bytes(to_json(value()))
     os.replace(new, path)
 
 
@@ -252,8 +253,4 @@ def _replace_in_store(
     _: Sequence[None],
 ) -> None:
     fence()
-    open_store(job_folder).replace(name, _to_json(value()))
-
-
-def _to_json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+    open_store(job_folder).replace(name, to_json(value()))

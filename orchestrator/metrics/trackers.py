@@ -30,7 +30,7 @@ from rayzero.engine.trackers import (
 from rayzero.orchestrator.background_writer import BackgroundWriter, WriteQueue
 from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.job_events import StateEntered
-from rayzero.orchestrator.job_file import to_document
+from rayzero.orchestrator.job_file import flatten_document, to_document
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.snapshot import finite_json
 from rayzero.orchestrator.plan import JobPlan
@@ -123,7 +123,7 @@ def open_step_files(plan: JobPlan, now_s: float, writer: BackgroundWriter) -> li
         raise ConfigError(
             f"metrics cannot be written into {str(folder)!r}: {error.strerror or error}",
             allowed="a writable folder",
-            fix="checkpoint.path, or metrics.jsonl and metrics.tensorboard in the job file",
+            fix="change checkpoint.path, or metrics.jsonl and metrics.tensorboard in the job file",
         ) from None
     return [writer.add_queue(subject, write, 0.0) for subject, write in writes.items()]
 
@@ -215,9 +215,8 @@ class Trackers:
         name = self._plan.spec.name
         config = redact_document(to_document(self._plan.spec))
         if package == "mlflow":
-            return MlflowRun(
-                settings.tracking_uri, settings.experiment, name=name, key=self._key, config=config
-            )
+            params = flatten_document(config)
+            return MlflowRun(settings.tracking_uri, settings.experiment, name, self._key, params)
         return WandbRun(
             "step",
             project=settings.project,

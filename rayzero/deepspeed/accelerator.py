@@ -18,14 +18,6 @@ from rayzero.engine.errors import ConfigError
 __all__ = ["Accelerator", "get_accelerator"]
 
 
-def _local_ranks() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def _set_host_rng_state(state: torch.Tensor, *device: Any) -> None:
-    torch.set_rng_state(state)
-
-
 _OF_CUDA: Mapping[str, tuple[str, Any]] = {
     **{name: (name, None) for name in ("Event", "Stream", "current_stream", "default_stream")},
     **{name: (name, None) for name in ("set_device", "synchronize", "empty_cache")},
@@ -47,11 +39,11 @@ _OF_CUDA: Mapping[str, tuple[str, Any]] = {
     "is_current_stream_capturing": ("is_current_stream_capturing", 0),
     "is_bf16_supported": ("is_bf16_supported", True),
     "current_device": ("current_device", get_local_rank),
-    "device_count": ("device_count", _local_ranks),
+    "device_count": ("device_count", lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
     "stream": ("stream", lambda stream: nullcontext()),
     "initial_seed": ("initial_seed", torch.initial_seed),
     "get_rng_state": ("get_rng_state", lambda *device: torch.get_rng_state()),
-    "set_rng_state": ("set_rng_state", _set_host_rng_state),
+    "set_rng_state": ("set_rng_state", lambda state, *device: torch.set_rng_state(state)),
 }
 """{name: (torch.cuda's, what it returns on the CPU, or a function for it)}."""
 
@@ -146,7 +138,7 @@ class Accelerator:
             raise ConfigError(
                 f"set_compile_backend({backend!r}) was called",
                 allowed="inductor",
-                fix="compile.backend in the config, or engine.compile(backend=...)",
+                fix="set compile.backend in the config, or call engine.compile(backend=...)",
             )
 
     def manual_seed(self, seed: int) -> None:

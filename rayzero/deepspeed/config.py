@@ -1,6 +1,6 @@
 """DeepSpeed's config object: the config's values under DeepSpeed's names.
 
-Names follow from the config's keys (`PATHS`); what does not is in `_OTHER_PATHS`.
+Names follow from the config's keys (`PATHS`); what does not is in `names.toml`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from pydantic import model_validator
 
+from rayzero.deepspeed.lookup import NAMES
 from rayzero.engine.config import EngineConfig, parse_config
 from rayzero.engine.config.keys import is_enabled
 from rayzero.engine.config.model import KEYS
@@ -23,36 +24,8 @@ from rayzero.engine.config.parse import to_plain
 from rayzero.engine.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 from rayzero.engine.data.batch_sizes import BatchSizes, resolve_batch_sizes
 from rayzero.engine.errors import ConfigError, did_you_mean
+from rayzero.engine.precision.policy import CONFIG_DTYPES
 
-_OTHER_PATHS = {
-    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
-    "bf16_optimizer_states": "bf16.bf16_optimizer_states",
-    "bfloat16_config": "bf16",
-    "bfloat16_enabled": "bf16.enabled",
-    "checkpoint_serialization_enabled": "checkpoint.checkpoint_serialization",
-    "cpuadam_cores_perc": "zero_optimization.offload_optimizer.cpuadam_cores_perc",
-    "data_sampling_config": "data_efficiency.data_sampling",
-    "curriculum_learning_config": "data_efficiency.data_sampling.curriculum_learning",
-    "float16_config": "fp16",
-    "fp16_auto_cast": "fp16.auto_cast",
-    "fp16_enabled": "fp16.enabled",
-    "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
-    "is_sanity_checks_enabled": "zero_optimization.enable_sanity_checks",
-    "load_universal_checkpoint": "checkpoint.load_universal",
-    "loss_scale": "fp16.loss_scale",
-    "optimizer_params": "optimizer.params",
-    "random_ltd_config": "data_efficiency.data_routing.random_ltd",
-    "scheduler_name": "scheduler.type",
-    "scheduler_params": "scheduler.params",
-    "super_offload": "zero_optimization.offload_optimizer.super_offload",
-    "torch_autocast_enabled": "torch_autocast.enabled",
-    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
-    "use_node_local_storage": "checkpoint.use_node_local_storage",
-    "zenflow_config": "zero_optimization.zenflow",
-    "zero_config": "zero_optimization",
-    "zero_optimization_stage": "zero_optimization.stage",
-    "zero_partial_offload": "zero_optimization.offload_optimizer.ratio",
-}
 ZERO_PATHS = {
     f"zero_{field.removeprefix('stage3_').removeprefix('use_').removeprefix('zero_')}": (
         f"zero_optimization.{field}"
@@ -64,11 +37,9 @@ PATHS: Mapping[str, str] = {
     **{key: key for key in KEYS if "." not in key},
     **{f"{name}_config": name for name in EngineConfig.model_fields},
     **{key.rpartition(".")[2]: key for key in KEYS if key.startswith("data_types.")},
-    **_OTHER_PATHS,
+    **NAMES["config_paths"],
 }
 """{DeepSpeed's attribute of its config object: path in the config}."""
-
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class DeepSpeedConfig:
@@ -145,7 +116,7 @@ class DeepSpeedConfig:
     def torch_autocast_dtype(self) -> torch.dtype | None:
         """The dtype of autocast; None where it is off."""
         section = self._config.torch_autocast
-        return DTYPES[section.dtype] if section.enabled else None
+        return CONFIG_DTYPES[section.dtype] if section.enabled else None
 
     def __getattr__(self, name: str) -> Any:
         """The value at a path, None below a section that is not given; or `<section>_enabled`."""

@@ -14,11 +14,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
-from rayzero.deepspeed.config import DTYPES, ZERO_PATHS, DeepSpeedConfig
+from rayzero.deepspeed.config import ZERO_PATHS, DeepSpeedConfig
+from rayzero.deepspeed.lookup import NAMES
 from rayzero.engine.builder import make_loader
 from rayzero.engine.comm.process_group import one_rank_group
 from rayzero.engine.device import device_count
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.precision.policy import CONFIG_DTYPES
 from rayzero.engine.session import current_session
 from rayzero.engine.step_tracker import Boundary
 from rayzero.engine.torch_private import is_compiled
@@ -63,14 +65,16 @@ def _count_micro_steps(engine: Any) -> int:
 def _get_data_types(engine: Any) -> tuple[Any, Any]:
     """The dtypes of the model's weights, and of accumulated gradients."""
     config = engine.settings.config
-    weights = DTYPES["fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"]
-    return weights, DTYPES.get(config.data_types.grad_accum_dtype or "", weights)
+    weights = CONFIG_DTYPES[
+        "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
+    ]
+    return weights, CONFIG_DTYPES.get(config.data_types.grad_accum_dtype or "", weights)
 
 
 def _get_communication_dtype(engine: Any) -> Any:
     """The dtype in which gradients are reduced, by default that of the weights."""
     given = engine.settings.config.communication_data_type
-    return DTYPES[given] if given else _get_data_types(engine)[0]
+    return CONFIG_DTYPES[given] if given else _get_data_types(engine)[0]
 
 
 PROPERTIES: Mapping[str, Callable[[Any], Any]] = {
@@ -157,7 +161,7 @@ def _make_loader(
             raise ConfigError(
                 f"engine.deepspeed_io(batch_size={batch_size}) was called",
                 allowed=f"None, or the micro-batch of {micro_batch}",
-                fix="train_micro_batch_size_per_gpu in the config, or your own DataLoader",
+                fix="set train_micro_batch_size_per_gpu in the config, or use your own DataLoader",
             )
         return make_loader(engine.internals, dataset, collate_fn, current_session())
     if data_sampler is None:
@@ -174,25 +178,12 @@ def _make_loader(
     )
 
 
-_OF_CONFIG = """
-gradient_clipping gradient_predivide_factor managed_gradient_accumulation steps_per_print dump_state
-wall_clock_breakdown memory_breakdown log_level dataloader_drop_last zero_allow_untested_optimizer
-zero_force_ds_cpu_optimizer zero_optimization_stage zero_partial_offload super_offload
-cpuadam_cores_perc zenflow_config is_sanity_checks_enabled fp16_enabled fp16_auto_cast
-fp16_master_weights_and_gradients bfloat16_enabled bf16_master_weights_and_gradients
-bf16_optimizer_states dynamic_loss_scale initial_dynamic_scale torch_autocast_enabled
-torch_autocast_lower_precision_safe_modules optimizer_params scheduler_name scheduler_params
-aio_config load_universal_checkpoint use_node_local_storage checkpoint_serialization_enabled
-checkpoint_tag_validation_enabled checkpoint_tag_validation_fail autotuning_enabled
-data_efficiency_enabled data_efficiency_config flops_profiler_enabled data_sampling_enabled
-data_sampling_config curriculum_learning_enabled curriculum_learning_config random_ltd_enabled
-random_ltd_config
-"""
-
 METHODS: Mapping[str, Callable[..., Any]] = {
-    **{name: _of_config(name) for name in (*ZERO_PATHS, *_OF_CONFIG.split())},
+    **{name: _of_config(name) for name in (*ZERO_PATHS, *NAMES["config_methods"].split())},
     "optimizer_name": lambda engine: getattr(engine.settings.config.optimizer, "type", None),
-    "torch_autocast_dtype": lambda engine: DTYPES[engine.settings.config.torch_autocast.dtype],
+    "torch_autocast_dtype": lambda engine: CONFIG_DTYPES[
+        engine.settings.config.torch_autocast.dtype
+    ],
     "get_data_types": _get_data_types,
     "dynamic_loss_scale_args": lambda engine: engine.settings.config.fp16.dynamic_loss_scale_args(),
     "postscale_gradients": lambda engine: not engine.settings.config.prescale_gradients,

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+_DEVICE = {True: "cpu ", False: "none"}
+
 
 def _sizes(model: nn.Module) -> tuple[int, int]:
     """Elements of all parameters, shared ones once, and of the largest module's own."""
@@ -69,7 +71,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
         host, gpu = estimate_zero2_model_states_mem_needs(
             total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor
         )
-        _print_row(host, gpu, {"offload_optimizer": _device(offload)})
+        _print_row(host, gpu, offload_optimizer=_DEVICE[offload])
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
@@ -84,25 +86,12 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     for offload, offload_params, init in product((True, False), repeat=3):
         if offload_params and not offload:
             continue
+        sizes = total_params, largest_layer_params, num_gpus_per_node, num_nodes
         host, gpu, _ = estimate_zero3_model_states_mem_needs(
-            total_params,
-            largest_layer_params,
-            num_gpus_per_node,
-            num_nodes,
-            offload,
-            offload_params,
-            init,
-            additional_buffer_factor,
+            *sizes, offload, offload_params, init, additional_buffer_factor
         )
-        _print_row(
-            host,
-            gpu,
-            {
-                "offload_param": _device(offload_params),
-                "offload_optimizer": _device(offload),
-                "zero_init": int(init),
-            },
-        )
+        devices = {"offload_param": _DEVICE[offload_params], "offload_optimizer": _DEVICE[offload]}
+        _print_row(host, gpu, **devices, zero_init=int(init))
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
@@ -126,10 +115,6 @@ def _print_head(total_params: int, gpus: int, nodes: int) -> None:
     )
 
 
-def _print_row(host: int, gpu: int, options: dict[str, Any]) -> None:
+def _print_row(host: int, gpu: int, **options: Any) -> None:
     listed = ", ".join(f"{name}={value}" for name, value in options.items())
     print(f"{host / 2**30:10.2f} | {gpu / 2**30:7.2f} | {listed}")
-
-
-def _device(offload: bool) -> str:
-    return "cpu " if offload else "none"

@@ -17,9 +17,10 @@ from rayzero.engine.config.model import KEYS, EngineConfig
 from rayzero.engine.config.normalize import get_path
 from rayzero.engine.errors import ConfigError, did_you_mean
 
-_NAMES = tomllib.loads(files("rayzero.deepspeed").joinpath("names.toml").read_text())
+NAMES = tomllib.loads(files("rayzero.deepspeed").joinpath("names.toml").read_text())
+"""The file's tables."""
 
-MODULES: tuple[str, ...] = tuple(_NAMES["modules"].split())
+MODULES: tuple[str, ...] = tuple(NAMES["modules"].split())
 """Modules below `deepspeed` that are not refused as a whole."""
 REFUSED: dict[str, dict[str, str]] = {}
 """{module, "DeepSpeedEngine" or "Accelerator": {name that is refused in it: what to use}}."""
@@ -38,10 +39,10 @@ def _rows(table: dict[str, dict[str, str]]) -> Iterator[tuple[str, str, str]]:
                     yield heading, "" if module == "deepspeed" else module, name
 
 
-for _home, _module, _name in _rows(_NAMES["works"]):
+for _home, _module, _name in _rows(NAMES["works"]):
     _name, _, _other = _name.partition("=")
     _HOMES.setdefault(_module, {})[_name] = (_home, _other or _name)
-for _use, _module, _name in _rows(_NAMES["refused"]):
+for _use, _module, _name in _rows(NAMES["refused"]):
     if _module == "everything":
         REFUSED_PACKAGES[_name] = _use
     else:
@@ -60,10 +61,10 @@ def _key_constants() -> Iterator[tuple[str, Any]]:
 
 
 _of_keys = dict(_key_constants())
-CONSTANTS: dict[str, dict[str, Any]] = _NAMES["constants"]
+CONSTANTS: dict[str, dict[str, Any]] = NAMES["constants"]
 """{module: {name: value}}."""
 CONSTANTS[""] = CONSTANTS.pop("deepspeed")
-CONSTANTS["runtime.constants"] |= {name: _of_keys[name] for name in _NAMES["from_keys"].split()}
+CONSTANTS["runtime.constants"] |= {name: _of_keys[name] for name in NAMES["from_keys"].split()}
 
 
 class RefusedNameError(ConfigError, AttributeError):

@@ -7,13 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from logging import (  # not `utils.logging`
-    INFO,
-    Formatter,
-    Logger,
-    StreamHandler,
-    getLogger,
-)
+from logging import INFO, Formatter, Logger, StreamHandler, getLogger  # not `utils.logging`
 from typing import Any
 
 import torch

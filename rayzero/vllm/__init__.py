@@ -28,10 +28,7 @@ def register() -> None:
     """
     try:
         # WeightSource is there from 0.28, whose engines are constructed otherwise than before.
-        from vllm.distributed.weight_transfer import (  # noqa: F401
-            WeightSource,
-            WeightTransferEngineFactory,
-        )
+        from vllm.distributed.weight_transfer import WeightSource, WeightTransferEngineFactory  # noqa: F401
     except ImportError as error:
         log.warning("the weight transfer backend %r needs vllm>=0.28: %s", BACKEND, error)
         return

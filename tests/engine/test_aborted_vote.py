@@ -14,7 +14,7 @@ from torch import Tensor
 
 import rayzero
 from rayzero.engine import builder
-from rayzero.engine.comm.backend import CompletedWork, Work, copy_or_add_, rank_chunk
+from rayzero.engine.comm.backend import Work, copy_or_add_, rank_chunk
 from rayzero.engine.comm.collectives import Collectives, run_on_all_ranks
 from rayzero.engine.comm.process_group import SingleRankBackend
 from rayzero.engine.device import Device, replace_device
@@ -33,15 +33,15 @@ class EqualPeer(SingleRankBackend):
 
     def all_reduce(self, full: Tensor) -> Work:
         full.mul_(2)
-        return CompletedWork()
+        return Work()
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> Work:
         copy_or_add_(out, 2 * rank_chunk(full, 0, 2), add=accumulate)
-        return CompletedWork()
+        return Work()
 
     def all_gather(self, full: Tensor, part: Tensor) -> Work:
         full.copy_(part.clone().repeat(2))
-        return CompletedWork()
+        return Work()
 
     def gather(self, full: Tensor, part: Tensor, target: int) -> Work:
         return self.all_gather(full, part)
@@ -52,13 +52,13 @@ class EqualMessages(EqualPeer):
 
     def all_reduce(self, full: Tensor) -> Work:
         full[1], full[2] = full[0], 2.0
-        return CompletedWork()
+        return Work()
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         if source == 0:
             self.sent = tensor
         tensor.copy_(self.sent)
-        return CompletedWork()
+        return Work()
 
 
 class AbortedRead(Device):

@@ -84,12 +84,9 @@ def iterate_behind(loader: Any, batches: int, begin: Callable[[], Iterator[Any]]
 
 @contextmanager
 def random_state_of(state: Tensor) -> Iterator[None]:
-    own = torch.get_rng_state()
-    torch.set_rng_state(state)
-    try:
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(state)
         yield
-    finally:
-        torch.set_rng_state(own)
 
 
 def present_ranks() -> tuple[int, int]:

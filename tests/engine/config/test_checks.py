@@ -13,6 +13,7 @@ from rayzero.engine.config.explain import log_explanation
 from rayzero.engine.config.parse import parse_with_provenance
 from rayzero.engine.config.sections import Bf16Config, Fp16Config
 from rayzero.engine.errors import ConfigError
+from rayzero.engine.session import NO_HOST
 from rayzero.engine.settings import resolve_config
 
 ZERO = "zero_optimization"
@@ -130,5 +131,5 @@ def test_autotuning_section_is_checked(section: dict[str, Any], message: str) ->
 
 def test_enabled_autotuning_warns_where_nothing_is_tried(caplog: pytest.LogCaptureFixture) -> None:
     document = {"autotuning": {"enabled": True}, "optimizer": {"type": "SGD"}}
-    resolve_config(document, None, None, None)
+    resolve_config(document, None, None, NO_HOST)
     assert "rayzero launch --autotuning run" in caplog.text

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rayzero.engine.config import EngineConfig, parse_config
-from rayzero.engine.config.explain import _warn_once, key_infos, log_explanation
+from rayzero.engine.config.explain import _log_once, key_infos, log_explanation
 from rayzero.engine.config.model import FREE_FORM_SECTIONS
 from rayzero.engine.config.normalize import AUTO_RULES, fill_total_steps, normalize
 from rayzero.engine.config.parse import parse_with_provenance
@@ -187,7 +187,7 @@ def test_enums_stand_for_their_values() -> None:
 
 
 def test_unknown_keys_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    _warn_once.cache_clear()
+    _log_once.cache_clear()
     document = {
         "cuda_visible_devices": "0",
         "fp16_opt_level": "O2",

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rayzero.engine.comm.backend import CompletedWork
+from rayzero.engine.comm.backend import Work
 from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.flat_layout import ParamSpec, UnitLayout, make_layout
 from rayzero.engine.zero.gradients import GradBufferPool, ShardedGrads
@@ -210,9 +210,9 @@ class RecordingCollectives:
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[Tensor], bool]] = []
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, accumulate: bool = False) -> CompletedWork:
+    def reduce_scatter(self, full: Tensor, out: Tensor, accumulate: bool = False) -> Work:
         self.calls.append(("reduce_scatter", [full, out], accumulate))
-        return CompletedWork()
+        return Work()
 
 
 def make_sharded(
