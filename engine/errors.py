@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,19 @@ def named_errors(what: Callable[[], str], allowed: str = "", fix: str = "") -> I
         raise
     except Exception as error:
         raise DataError(f"{what()}: {type(error).__name__}: {error}", allowed, fix) from error
+
+
+def is_number(value: Any, *, whole: bool = False) -> bool:
+    """Whether this is a number, of Python or numpy; a whole one, if that is asked."""
+    return isinstance(value, Integral if whole else Real)
+
+
+def check_positive(call: str, *, whole: bool = True, **values: Any) -> None:
+    """Raises ConfigError unless each argument of a call is a number above 0, and a whole one."""
+    for name, value in values.items():
+        if not (is_number(value, whole=whole) and value > 0):
+            allowed = "a whole number, 1 or more" if whole else "a number above 0"
+            raise ConfigError(f"{name} of {call} is {value!r}", allowed, f"set {name}")
 
 
 _LEAST_BEGINNING = 4

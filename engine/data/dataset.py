@@ -11,7 +11,7 @@ import pyarrow as pa
 import torch
 
 from rayzero.engine.data.streams.sources.file_blocks import blocks
-from rayzero.engine.errors import ConfigError, DataError
+from rayzero.engine.errors import DataError, check_positive
 
 TOKEN_COLUMN = "tokens"
 
@@ -37,9 +37,7 @@ class ParquetTokens:
     """
 
     def __init__(self, path: str | Path, context: int, cached_row_groups: int = 64) -> None:
-        for name, value in (("context", context), ("cached_row_groups", cached_row_groups)):
-            if value < 1:
-                raise ConfigError(f"{name} is {value}", "1 or more", f"ParquetTokens({name}=...)")
+        check_positive("ParquetTokens()", context=context, cached_row_groups=cached_row_groups)
         self.path = path
         self.context = context
         self.cached_row_groups = cached_row_groups

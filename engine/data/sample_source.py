@@ -118,9 +118,9 @@ def fetch_item(dataset: MapDataset, index: int) -> Any:
 def dataset_length(dataset: object) -> int:
     name = type(dataset).__name__
     map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if isinstance(dataset, IterableDataset) or not map_style:
+    if isinstance(dataset, IterableDataset | str | bytes) or not map_style:
         raise DataError(
-            f"the training data is a {name}, which can only be iterated",
+            f"the training data is a {name}, not a map-style dataset",
             "a map-style dataset, with __len__ and __getitem__",
             f"training_data: {way_out(dataset)}; or rayzero.data.iterable(...) of it, if it has a "
             "state_dict()",

@@ -25,7 +25,7 @@ from math import isclose
 import numpy as np
 from numpy.typing import NDArray
 
-from rayzero.engine.errors import ConfigError, DataError
+from rayzero.engine.errors import ConfigError, DataError, check_positive
 
 Integers = NDArray[np.int64]
 
@@ -136,8 +136,7 @@ def samples_per_rank(
         shares: each rank's share, adding up to 1; empty for even shares. Rounded by the largest
             remainder, ties to the lower rank.
     """
-    _check_positive("the global batch", global_batch)
-    _check_positive("the world size", world_size)
+    check_positive("the job", train_batch_size=global_batch, world_size=world_size)
     if not shares:
         return tuple(_even_slice(global_batch, world_size, rank)[1] for rank in range(world_size))
     if len(shares) != world_size or min(shares) < 0 or not isclose(sum(shares), 1, rel_tol=1e-6):
@@ -165,7 +164,7 @@ def count_micro_steps(
 ) -> int:
     """Micro-steps of a step, equal on every rank: enough for the rank with the most samples, at
     most `micro_batch` in each. Raises as `samples_per_rank`."""
-    _check_positive("the micro-batch", micro_batch)
+    check_positive("the job", train_micro_batch_size_per_gpu=micro_batch)
     return -(-max(samples_per_rank(global_batch, world_size, shares)) // micro_batch)
 
 
@@ -191,15 +190,6 @@ def _even_slice(total: int, parts: int, part: int) -> tuple[int, int]:
     """(start, count) of one of `parts` contiguous ranges of `total`; the first are larger."""
     each, more = divmod(total, parts)
     return part * each + min(part, more), each + (part < more)
-
-
-def _check_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(
-            f"{name} is {value}",
-            "1 or more",
-            "train_batch_size, train_micro_batch_size_per_gpu or the number of workers",
-        )
 
 
 @dataclass

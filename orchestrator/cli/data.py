@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 MAX_FILES = 20
 """Files that the table shows."""
+MAX_STEP = 1 << 40
+MAX_BATCH = 1 << 22
+"""Their product is a position: an int64."""
 
 commands = new_group(
     "Look into the data of streams.", "rayzero data inspect 's3://bucket/web/*.parquet'"
@@ -39,6 +42,7 @@ StepOption: TypeAlias = Annotated[
     int | None,
     typer.Option(
         min=1,
+        max=MAX_STEP,
         metavar="N",
         help="Print the samples of this step of a stream of these files, counted from 1 as in the "
         "ledger.",
@@ -67,7 +71,9 @@ def inspect_command(
     step: StepOption = None,
     batch: Annotated[
         int | None,
-        typer.Option(min=1, metavar="B", help="The train_batch_size with which the job began."),
+        typer.Option(
+            min=1, max=MAX_BATCH, metavar="B", help="The train_batch_size with which the job began."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="S", help="The job's.")] = 0,
     window: Annotated[

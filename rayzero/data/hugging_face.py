@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -13,7 +14,7 @@ import xxhash
 from rayzero.engine.data.streams.block import BlockSource
 from rayzero.engine.data.streams.identity import digest_ends
 from rayzero.engine.data.streams.readers import hf_steps
-from rayzero.engine.errors import ConfigError, DataError, named_errors
+from rayzero.engine.errors import ConfigError, DataError, check_positive, named_errors
 
 ROWS_PER_BLOCK = 1000  # what datasets writes as one record batch
 MAX_SHARD_ROWS = 1 << 20
@@ -40,11 +41,10 @@ def from_hf(
 
     Raises ConfigError for what cannot be read exactly; DataError if there are no rows.
     """
-    import datasets  # heavy, and not a dependency
-
-    if isinstance(dataset, datasets.Dataset):
+    datasets: Any = sys.modules.get("datasets")  # not a dependency: who has one has imported it
+    if isinstance(dataset, getattr(datasets, "Dataset", ())):
         return HfRows(dataset, rows_per_block)
-    if isinstance(dataset, datasets.IterableDataset):
+    if isinstance(dataset, getattr(datasets, "IterableDataset", ())):
         return HfShards(dataset, counts)
     raise ConfigError(
         f"from_hf got {type(dataset).__name__}",
@@ -57,8 +57,7 @@ class HfRows:
     """Contiguous ranges of rows of a map-style dataset."""
 
     def __init__(self, dataset: Any, rows_per_block: int) -> None:
-        if rows_per_block < 1:
-            raise ConfigError(f"rows_per_block is {rows_per_block}", "1 or more", "rows_per_block")
+        check_positive("from_hf()", rows_per_block=rows_per_block)
         if not len(dataset):
             raise DataError("the dataset has no rows", "one row or more", "choose another split")
         if dataset.format["type"] == "custom":
@@ -67,24 +66,23 @@ class HfRows:
                 "rows as they are stored",
                 "rayzero.data.stream(source, transform=...), or dataset.map(...)",
             )
-        starts = np.arange(0, len(dataset), rows_per_block, dtype=np.int64)
         self.name = dataset.info.dataset_name or "hf"
-        self.counts = np.diff(np.append(starts, len(dataset)))
-        self._starts = starts
+        self._bounds = np.append(np.arange(0, len(dataset), rows_per_block), len(dataset))
+        self.counts = np.diff(self._bounds)
         self._dataset = dataset.with_format("arrow", columns=dataset.format["columns"])
 
     def read(self, block: int) -> pa.Table:
         """All rows of a block. Thread-safe. Raises DataError, which names them."""
-        start = int(self._starts[block])
+        start, end = self._bounds[block : block + 2].tolist()
         with named_errors(
             lambda: f"{self.describe(block)} cannot be read",
             fix="restore the files of the dataset, or load it again",
         ):
-            return self._dataset[start : start + int(self.counts[block])].replace_schema_metadata()
+            return self._dataset[start:end].replace_schema_metadata()
 
     def describe(self, block: int) -> str:
-        start = int(self._starts[block])
-        return f"{self.name}, rows {start} to {start + int(self.counts[block])}"
+        start, end = self._bounds[block : block + 2].tolist()
+        return f"{self.name}, rows {start} to {end}"
 
     @property
     def fingerprint(self) -> str:

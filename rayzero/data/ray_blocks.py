@@ -13,7 +13,7 @@ import xxhash
 
 from rayzero.engine.data.streams.block import BlockSource
 from rayzero.engine.data.streams.identity import digest_ends
-from rayzero.engine.errors import ConfigError, DataError, first_line
+from rayzero.engine.errors import ConfigError, DataError, first_line, named_errors
 
 TIMEOUT_S = 600.0
 
@@ -39,9 +39,10 @@ def from_ray(dataset: Any, timeout_s: float = TIMEOUT_S) -> BlockSource:
             f"from_ray got {type(dataset).__name__}", "a ray.data.Dataset", "pass the dataset"
         )
     dataset.context.execution_options.preserve_order = True
-    refs = dataset.materialize().to_arrow_refs()
-    # Counted where the blocks are: nothing but the numbers comes here.
-    found = ray.get([_count.remote(ref) for ref in refs], timeout=timeout_s)
+    with named_errors(lambda: "the Ray dataset cannot be made", fix="correct its transforms"):
+        refs = dataset.materialize().to_arrow_refs()
+        # Counted where the blocks are: nothing but the numbers comes here.
+        found = ray.get([_count.remote(ref) for ref in refs], timeout=timeout_s)
     counts = np.array([count for count, _ in found], np.int64)
     if not counts.sum():
         raise DataError("the Ray dataset has no rows", "one row or more", "change the dataset")

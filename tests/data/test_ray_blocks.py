@@ -104,3 +104,5 @@ def test_what_is_refused() -> None:
         from_ray([1, 2])
     with pytest.raises(DataError, match="no rows"):
         from_ray(ray.data.range(5).filter(lambda row: False))
+    with pytest.raises(DataError, match="the Ray dataset cannot be made: "):
+        from_ray(ray.data.range(5).map(lambda row: {"x": 1 // 0}))

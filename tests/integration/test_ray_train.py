@@ -32,7 +32,7 @@ def ray_train_loop(config: dict[str, Any]) -> None:
     report: dict[str, Any] = {f"stage {stage}": tiny.train(stage) for stage in (2, 3)}
     report["world_size"] = dist.get_world_size()
     report["rows"] = read_stream(config["source"])
-    with pytest.raises(DataError, match="can only be iterated") as refused:
+    with pytest.raises(DataError, match="not a map-style dataset") as refused:
         rayzero.initialize(
             model=nn.Linear(1, 1),
             training_data=train.get_dataset_shard("train"),

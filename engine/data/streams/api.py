@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import inf, isfinite
+from math import isfinite
 from typing import Any
 
-from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.data.streams.block import BlockSource, check_source
 from rayzero.engine.data.streams.positions import StreamDataset
 from rayzero.engine.data.streams.readers import IterableStream, Make
 from rayzero.engine.data.streams.source import BlockStream, Mixture, StreamPart, Transform
-from rayzero.engine.errors import ConfigError, did_you_mean
+from rayzero.engine.errors import ConfigError, did_you_mean, is_number
 
 _CACHE_BYTES = 1 << 30
 _THREADS = 4
@@ -50,6 +50,7 @@ def stream(
     Raises:
         ConfigError: a number is not positive.
     """
+    check_source(source, "stream()")
     part = StreamPart(source, shuffle_window, transform, source.name)
     return StreamDataset((part,), cache_bytes, threads, read_timeout_s)
 
@@ -77,31 +78,36 @@ def mix(
     Raises:
         ConfigError: a name is unknown, or a number is not positive.
     """
-    if not sources:
-        raise ConfigError("mix({}) has no sources", "one or more", "name them: {'web': (web, 0.7)}")
-    weights = {0: {name: weight for name, (_, weight) in sources.items()}}
-    for step in sorted(changes or {}):
-        if step < 0:
-            raise ConfigError(f"changes of a mixture has step {step}", "0 or more")
-        change = (changes or {})[step]
-        _check_names("changes", change, sources)
-        weights[step] = {**weights[max(it for it in weights if it <= step)], **change}
-    _check_names("max_epochs", max_epochs or {}, sources)
-    if bad := [it for it in (max_epochs or {}).values() if not 0 < it < inf]:
-        raise ConfigError(f"max_epochs is {bad[0]}", "a number above 0", "leave the source out")
-    if bad := [it for own in weights.values() for it in own.values() if not isfinite(it)]:
-        raise ConfigError(f"the weight {bad[0]} of a mixture", "a number, 0 or more")
-    parts = []
-    for name, (source, _) in sources.items():
+    if not isinstance(sources, Mapping) or not sources:
+        raise ConfigError("mix() has no sources", "one or more", "name them: {'web': (web, 0.7)}")
+    changes, max_epochs = changes or {}, max_epochs or {}
+    parts, first = [], {}
+    for name, entry in sources.items():
+        if not isinstance(entry, Sequence) or len(entry) != 2:
+            raise ConfigError(
+                f"mix() got a {type(entry).__name__} for {name!r}",
+                "(source, weight)",
+                f"write {name!r}: (source, 0.5)",
+            )
+        source, first[name] = entry
         given = source if isinstance(source, BlockStream) else stream(source)
         if given.mixture is not None:
             raise ConfigError(
                 f"source {name!r} of a mixture is a mixture", "a source, or a stream of one"
             )
         parts.append(replace(given.parts[0], name=name))
+    _check_numbers("weight", first, sources)
+    _check_numbers("max_epochs", max_epochs, sources, positive=True)
+    is_by_step = isinstance(changes, Mapping)
+    if not is_by_step or any(not is_number(it, whole=True) or it < 0 for it in changes):
+        raise ConfigError(f"changes of a mixture is {changes!r}", "{step: {name: weight}}")
+    weights = {0: first}
+    for step, change in sorted(changes.items()):
+        _check_numbers("weight", change, sources)
+        weights[step] = {**weights[max(it for it in weights if it <= step)], **change}
     mixture = Mixture(
         {step: tuple(by_name.values()) for step, by_name in weights.items()},
-        tuple((max_epochs or {}).get(name) for name in sources),
+        tuple(max_epochs.get(name) for name in sources),
     )
     return StreamDataset(tuple(parts), cache_bytes, threads, read_timeout_s, mixture)
 
@@ -159,8 +165,8 @@ def iterable(
             f"iterable(lambda reader, readers: {type(source).__name__}(...), readers=8)",
         )
     number = _count_readers(readers, shards)
-    counts = (rows,) * number if isinstance(rows, int) else rows
-    own = None if counts is None else tuple(counts)
+    given: Any = (rows,) * number if is_number(rows) else rows
+    own = None if given is None else tuple(given)
     name = getattr(getattr(source, "info", None), "dataset_name", None) or "iterable"
     return IterableStream(
         make, number, own, snapshot_every, transform, replay, read_ahead, read_timeout_s, name
@@ -168,21 +174,29 @@ def iterable(
 
 
 def _count_readers(readers: int | None, shards: int | None) -> int:
-    number = shards if readers is None else readers
-    if number is None or (shards is not None and number > shards):
+    number: Any = shards if readers is None else readers
+    if not is_number(number, whole=True) or (shards is not None and number > shards):
         raise ConfigError(
-            f"iterable() has {readers} readers",
+            f"iterable() has {readers!r} readers",
             "a number" if shards is None else f"at most {shards}, the shards of the dataset",
             "give readers=, a multiple of the workers, and a dataset of as many shards",
         )
-    return number
+    return int(number)
 
 
-def _check_names(where: str, given: Mapping[str, float], sources: Mapping[str, object]) -> None:
-    for name in given:
+def _check_numbers(
+    what: str, given: Mapping[str, Any], sources: Mapping[str, object], *, positive: bool = False
+) -> None:
+    """Checks the numbers that a mixture has for some of its sources, by name."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{what} of a mixture is {given!r}", "{name: number}")
+    for name, value in given.items():
         if name not in sources:
-            hint = did_you_mean(name, list(sources))
             raise ConfigError(
-                f"{where} of a mixture has {name!r}{hint}",
+                f"{what} of {name!r} in a mixture{did_you_mean(str(name), list(sources))}",
                 f"the names of its sources: {', '.join(sources)}",
             )
+        is_right = is_number(value) and isfinite(value) and value >= 0
+        if not is_right or (positive and not value):
+            allowed = "a number above 0" if positive else "a number, 0 or more"
+            raise ConfigError(f"{what} of {name!r} in a mixture is {value!r}", allowed)

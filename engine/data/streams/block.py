@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import pyarrow
 
 from rayzero.engine.data.sampling import Integers
+from rayzero.engine.errors import ConfigError
 
 
 @runtime_checkable
@@ -39,3 +40,14 @@ class BlockSource(Protocol):
 
 def describe_block(source: BlockSource, block: int) -> str:
     return f"block {block} of {source.name!r} ({source.describe(block)})"
+
+
+def check_source(given: Any, call: str) -> None:
+    """Raises ConfigError if a call got something else than a source."""
+    if not all(hasattr(given, name) for name in ("name", "counts", "read", "describe")):
+        raise ConfigError(
+            f"{call} got a {type(given).__name__}",
+            "a source of blocks",
+            "give it rayzero.data.blocks(paths), from_hf(dataset), from_ray(dataset), or what "
+            "map_blocks and PackedBlocks make of one",
+        )

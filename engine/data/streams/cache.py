@@ -35,13 +35,9 @@ _POOL_VARIABLE = "ARROW_DEFAULT_MEMORY_POOL"
 
 @dataclass
 class CacheCounters:
-    """Counts what a cache has done. `hits` are the reads of a block that did not wait.
-
-    `untaken` is what `take_counts` returns next.
-    """
+    """Counts what a cache has done. `untaken` is what `take_counts` returns next."""
 
     reads: int = 0
-    hits: int = 0
     held_bytes: int = 0
     peak_bytes: int = 0
     warned: bool = False  # that a block is read again
@@ -122,9 +118,7 @@ class BlockCache:
         since_s = monotonic()
         with self._changed:
             self._plans.setdefault(key[0], {}).setdefault(key, 0)
-            is_hit = key in self._blocks
-            self.counters.hits += is_hit
-            self.counters.untaken[key[0], "hits" if is_hit else "waits"] += 1
+            self.counters.untaken[key[0], "hits" if key in self._blocks else "waits"] += 1
             while key not in self._blocks:
                 if error := self._errors.pop(key, None):
                     raise error
@@ -272,16 +266,15 @@ class BlockCache:
         source, block = key
         fix = "correct the source, or the data behind it"
         with named_errors(lambda: f"{self._describe(key)} could not be read", fix=fix):
-            table = self._sources[source].read(block)
+            read = BlockInMemory(self._sources[source].read(block))
         rows = int(self._sources[source].counts[block])
-        if table.num_rows != rows:
+        if read.table.num_rows != rows:
             raise DataError(
-                f"{self._describe(key)} has {table.num_rows} rows, and had {rows} when the stream "
-                "was made",
+                f"{self._describe(key)} has {read.table.num_rows} rows, and had {rows} when the "
+                "stream was made",
                 "data of the same rows each time",
                 "keep files and datasets as they are, and make the stream anew where they changed",
             )
-        read = BlockInMemory(table)
         nbytes = read.nbytes
         if nbytes > self._limit_bytes:
             raise DataError(

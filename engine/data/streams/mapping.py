@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pyarrow as pa
 import xxhash
 
-from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.data.streams.block import BlockSource, check_source
 from rayzero.engine.data.streams.kept_tables import KeptTables
 from rayzero.engine.errors import ConfigError, DataError, named_errors
 
@@ -47,6 +47,7 @@ class MappedBlocks:
                 "a name of what the function does, such as 'llama-3 tokens, 2048'",
                 "set version; change it with the function, or blocks of the former one are read",
             )
+        check_source(source, "map_blocks()")
         version = version or getattr(function, "__qualname__", type(function).__qualname__)
         self.name = source.name
         self.counts = source.counts

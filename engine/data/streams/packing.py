@@ -20,9 +20,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from rayzero.engine.data.sampling import Integers
-from rayzero.engine.data.streams.block import BlockSource
+from rayzero.engine.data.streams.block import BlockSource, check_source
 from rayzero.engine.data.streams.kept_tables import KeptTables
-from rayzero.engine.errors import ConfigError, DataError
+from rayzero.engine.errors import ConfigError, DataError, check_positive, is_number
 
 Piece = tuple[int, int, int]  # of a document: (document, first token, end)
 How = Literal["concatenate", "best_fit"]
@@ -65,9 +65,12 @@ class PackedBlocks:
         index_dir: str | os.PathLike[str] | None = None,
         threads: int = 4,
     ) -> None:
-        if length < 1 or threads < 1:
-            seen = f"length is {length}, and threads is {threads}"
-            raise ConfigError(seen, "1 or more", "set it in PackedBlocks()")
+        check_source(documents, "PackedBlocks()")
+        check_positive("PackedBlocks()", length=length, threads=threads)
+        if not is_number(pad_token, whole=True):
+            raise ConfigError(
+                f"pad_token of PackedBlocks() is {pad_token!r}", "a whole number", "set pad_token"
+            )
         if how not in ("concatenate", "best_fit"):
             raise ConfigError(f"how is {how!r}", "'concatenate' or 'best_fit'")
         self.name = documents.name
@@ -123,7 +126,7 @@ class PackedBlocks:
         table = self._documents.read(block)
         column = table[self._column] if self._column in table.column_names else None
         if column is None or not _is_list_of_integers(column.type):
-            seen = f"columns {table.column_names}" if column is None else f"{column.type} in it"
+            seen = f"columns {table.column_names}" if column is None else f"one of {column.type}"
             raise DataError(
                 f"{self.describe(block)} has {seen}",
                 f"a column {self._column!r} of lists of integers",

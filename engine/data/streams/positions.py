@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, DistributedSampler, RandomSampler
 from rayzero.engine.data.sample_source import Register
 from rayzero.engine.data.sampling import TrainingProgress
 from rayzero.engine.data.streams.source import BlockStream, StreamSource
+from rayzero.engine.data.way_out import way_out
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.session import current_session
 
@@ -86,6 +87,9 @@ class StreamSampler(DistributedSampler[Any]):
     those of that epoch, in which the samples have another order."""
 
     def __init__(self, stream: StreamDataset, num_replicas: int = 1, rank: int = 0) -> None:
+        if not hasattr(stream, "__len__"):
+            seen = f"StreamSampler() got a {type(stream).__name__}"
+            raise ConfigError(seen, "a stream", f"give it {way_out(stream)}")
         super().__init__(stream, num_replicas, rank, shuffle=False)
 
     def __iter__(self) -> Iterator[int]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rayzero.engine.data.streams.reader_order import ReaderOrder
-from rayzero.engine.errors import ConfigError, DataError, named_errors
+from rayzero.engine.errors import ConfigError, DataError, check_positive, is_number, named_errors
 
 Make = Callable[[int, int], Iterable[Any]]
 
@@ -70,12 +70,13 @@ class IterableStream:
     name: str  # in metrics
 
     def __post_init__(self) -> None:
-        for name in ("readers", "snapshot_every", "read_ahead", "read_timeout_s"):
-            if getattr(self, name) <= 0:
-                seen = f"{name} of iterable() is {getattr(self, name)}"
-                raise ConfigError(seen, "more than 0", name)
-        if self.rows is not None and (len(self.rows) != self.readers or min(self.rows) < 0):
-            seen = f"rows of iterable() is {list(self.rows)}, with {self.readers} readers"
+        check_positive("iterable()", readers=self.readers, snapshot_every=self.snapshot_every)
+        check_positive("iterable()", read_ahead=self.read_ahead)
+        check_positive("iterable()", whole=False, read_timeout_s=self.read_timeout_s)
+        rows = self.rows or (0,) * self.readers
+        are_numbers = all(is_number(it, whole=True) and it >= 0 for it in rows)
+        if len(rows) != self.readers or not are_numbers:
+            seen = f"rows of iterable() is {list(rows)}, with {self.readers} readers"
             raise ConfigError(seen, "a number of rows of each reader, 0 or more", "rows")
 
     def __len__(self) -> int:

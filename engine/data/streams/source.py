@@ -19,7 +19,7 @@ from rayzero.engine.data.streams.identity import check_identity
 from rayzero.engine.data.streams.mixture import MixSchedule
 from rayzero.engine.data.streams.order import BlockOrder, Places, StreamOrder
 from rayzero.engine.data.streams.rows import BlockRows, RowBatch
-from rayzero.engine.errors import ConfigError, named_errors
+from rayzero.engine.errors import check_positive, named_errors
 from rayzero.engine.redact import redact_url
 
 STATE_NAME = "rayzero.stream"
@@ -68,19 +68,17 @@ class BlockStream:
     mixture: Mixture | None = field(default=None)
 
     def __post_init__(self) -> None:
-        windows = [(f"shuffle_window of {it.source.name!r}", it.window) for it in self.parts]
-        sizes = [("cache_bytes", self.cache_bytes), ("threads", self.threads)]
-        for name, value in [*windows, *sizes, ("read_timeout_s", self.read_timeout_s)]:
-            if value <= 0:
-                raise ConfigError(
-                    f"{name} is {value}", "more than 0", "set it in stream() or mix()"
-                )
+        for part in self.parts:
+            check_positive(f"stream({part.source.name!r})", shuffle_window=part.window)
+        check_positive("stream() or mix()", whole=False, cache_bytes=self.cache_bytes)
+        check_positive("stream() or mix()", whole=False, read_timeout_s=self.read_timeout_s)
+        check_positive("stream() or mix()", threads=self.threads)
 
     def order(self, seed: int, batch: int) -> StreamOrder:
         """The order of the samples in a job of this seed that began with this `train_batch_size`;
         for `check_ledger`, too. Raises DataError if a source has no rows."""
         counts = [part.source.counts for part in self.parts]
-        lengths = [int(it.sum()) for it in counts]
+        lengths = [int(np.sum(it)) for it in counts]
         schedule = None if self.mixture is None else self.mixture.schedule(lengths, batch)
         strata = np.array([batch])  # the rows of a step, by source
         if schedule is not None:
@@ -96,7 +94,7 @@ class BlockStream:
         identity: dict[str, Any] = {"seed": str(seed)}
         for part in self.parts:  # sources of a mixture may have one name, such as "ray"
             counts, name = part.source.counts, redact_url(part.name)
-            identity[f"blocks and rows of {name!r}"] = f"{len(counts)} and {int(counts.sum())}"
+            identity[f"blocks and rows of {name!r}"] = f"{len(counts)} and {np.sum(counts)}"
             identity[f"shuffle_window of {name!r}"] = str(part.window)
             identity[f"fingerprint of the data of {name!r}"] = part.source.fingerprint
         if self.mixture is not None:

@@ -316,9 +316,9 @@ class StreamDataset(IterableDataset):
         return iter(range(3))
 
 
-@pytest.mark.parametrize("data", [StreamDataset(), iter([1, 2]), {1, 2}, object()])
+@pytest.mark.parametrize("data", [StreamDataset(), iter([1, 2]), {1, 2}, object(), "a/*.parquet"])
 def test_dataset_must_be_map_style(data: object) -> None:
-    with pytest.raises(DataError, match="can only be iterated") as caught:
+    with pytest.raises(DataError, match="not a map-style dataset") as caught:
         make_single_loader(data)
     assert caught.value.fix
 

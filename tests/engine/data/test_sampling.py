@@ -82,9 +82,9 @@ def test_invalid_shares(shares: tuple[float, ...]) -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((0, 1, 0, 1), "the global batch is 0"),
-        ((8, 0, 0, 1), "the world size is 0"),
-        ((8, 2, 0, -1), "the micro-batch is -1"),
+        ((0, 1, 0, 1), "train_batch_size of the job is 0"),
+        ((8, 0, 0, 1), "world_size of the job is 0"),
+        ((8, 2, 0, -1), "train_micro_batch_size_per_gpu of the job is -1"),
         ((8, 2, 2, 1), "rank 2 of 2"),
     ],
 )

@@ -19,17 +19,12 @@ from rayzero.engine.data.streams.sources.files import (
     list_files,
     read_checked,
 )
-from rayzero.engine.data.streams.sources.formats import Format, Parquet
+from rayzero.engine.data.streams.sources.formats import FileBlock, Format, Parquet
 from rayzero.engine.data.streams.sources.image_folder import IMAGE_SUFFIXES, ImageFolder
-from rayzero.engine.data.streams.sources.index import (
-    FileIndex,
-    block_at,
-    find_blocks,
-    listing_digest,
-)
+from rayzero.engine.data.streams.sources.index import find_blocks, listing_digest
 from rayzero.engine.data.streams.sources.json_lines import JsonLines
 from rayzero.engine.data.streams.sources.webdataset import WebDataset
-from rayzero.engine.errors import ConfigError, DataError, did_you_mean
+from rayzero.engine.errors import ConfigError, DataError, check_positive, did_you_mean
 
 FormatName: TypeAlias = Literal["parquet", "json", "webdataset", "images"]
 BLOCK_BYTES = 8 << 20
@@ -60,31 +55,34 @@ class FileBlocks(FileSource):
         name: str,
         files: Sequence[SourceFile],
         form: Format,
-        index: FileIndex,
+        index: tuple[pa.Table, pa.Schema],
         columns: Sequence[str] | None,
         retry_s: float,
     ) -> None:
-        super().__init__(name, files, index.schema, columns, retry_s)
-        self.counts = index.table["rows"].to_numpy()
+        super().__init__(name, files, index[1], columns, retry_s)
+        self._index = index[0]
+        self.counts = self._index["rows"].to_numpy()
         self._form = form
-        self._index = index
 
     def read(self, block: int) -> pa.Table:
         """All rows of a block. Thread-safe. Raises DataError, which names the file and the block,
         if the file has changed, vanished or is damaged, or its store fails for `retry_s`."""
-        number, place = block_at(self._index, block)
+        file, place = self._find(block)
         read = partial(self._form.read, block=place, schema=self.schema)
-        where = self._form.describe(place)
-        return read_checked(self.files[number], where, read, self._retry_s)
+        return read_checked(file, self._form.describe(place), read, self._retry_s)
 
     def describe(self, block: int) -> str:
-        number, place = block_at(self._index, block)
-        return f"{self.files[number].url}, {self._form.describe(place)}"
+        file, place = self._find(block)
+        return f"{file.url}, {self._form.describe(place)}"
+
+    def _find(self, block: int) -> tuple[SourceFile, FileBlock]:
+        row = {name: self._index[name][block].as_py() for name in self._index.column_names}
+        return self.files[row.pop("file")], FileBlock(**row)
 
     @property
     def file_numbers(self) -> NDArray[np.int32]:
         """The number of each block's file. int32, shape (blocks,)."""
-        return self._index.table["file"].to_numpy()  # type: ignore[no-any-return]
+        return self._index["file"].to_numpy()  # type: ignore[no-any-return]
 
     @property
     def fingerprint(self) -> str:
@@ -121,17 +119,17 @@ def blocks(
         ConfigError: the files are of several formats, or an argument is wrong.
         DataError: there are no files or rows, a file is damaged, or a column is missing.
     """
-    if block_bytes < 1:
-        raise ConfigError(f"block_bytes is {block_bytes}", "1 or more", "block_bytes")
-    if isinstance(columns, str):
-        raise ConfigError(f"columns is {columns!r}", "a list of names", "columns")
+    check_positive("blocks()", block_bytes=block_bytes)
+    if isinstance(columns, str) or (columns is not None and len({*columns}) < max(1, len(columns))):
+        raise ConfigError(f"columns is {columns!r}", "a list of names, each once", "columns")
     files = list_files(paths)
     chosen = format or _guess_format(files)
     if chosen not in _SUFFIXES:
         guess = did_you_mean(chosen, [*_SUFFIXES])
         raise ConfigError(f"format is {chosen!r}{guess}", ", ".join(_SUFFIXES), "format")
-    if schema is not None and chosen != "json":
-        raise ConfigError(f"schema is given for {chosen}", "none but for json", "schema")
+    if schema is not None and not (chosen == "json" and isinstance(schema, pa.Schema)):
+        seen = f"schema is given for {chosen}: {schema!r}"
+        raise ConfigError(seen, "a pyarrow.Schema, for json only", "schema")
     if isinstance(paths, str | Path) and (named := _of_format(files, chosen)):
         files = named
     name = str(paths) if isinstance(paths, str | Path) else files[0].url
@@ -146,7 +144,7 @@ def blocks(
         else WebDataset(block_bytes)
     )
     index = find_blocks(files, form, None if index_dir is None else str(index_dir), retry_s)
-    if not len(index.table):
+    if not len(index[0]):
         raise DataError(f"{name} has no rows", "one row or more", "the path given to blocks")
     return FileBlocks(name, files, form, index, columns, retry_s)
 

@@ -7,7 +7,7 @@ import io
 import tarfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -85,6 +85,8 @@ class FileSource:
         columns: Sequence[str] | None,
         retry_s: float,
     ) -> None:
+        if twice := sorted({it for it in schema.names if schema.names.count(it) > 1}):
+            raise DataError(f"{name} has several columns {twice}", "names that differ", "the files")
         chosen = schema.names if columns is None else columns
         if missing := [column for column in chosen if column not in schema.names]:
             raise DataError(
@@ -189,7 +191,8 @@ def read_checked(
     file: SourceFile, where: str, read: Callable[[SourceReader], T], retry_s: float
 ) -> T:
     """The result of reading a file that did not change meanwhile: compared after the read, so that
-    no content of another file passes. Raises DataError, which names the file and `where`."""
+    no content of another file passes. Raises DataError, which names the file and `where`, which is
+    empty before the source is opened."""
     problem = ""
     cause: Exception | None = None
     with closing(SourceReader(file, retry_s)) as reader:
@@ -210,8 +213,10 @@ def read_checked(
     if problem:
         raise DataError(
             f"{file.url}{where and ', '}{where} {problem}",
-            "files that stay as they were when the source was opened",
-            "restore the file, or start again with the files of today",
+            "files that stay as they were when the source was opened" if where else "whole files",
+            "restore the file, or start again with the files of today"
+            if where
+            else "correct the file, or set format, schema or columns of blocks()",
         ) from cause
     return result
 
@@ -224,9 +229,12 @@ def list_files(paths: Paths) -> list[SourceFile]:
     with `.` or `_` are left out, and so are links to folders. Raises DataError if there are none;
     ConfigError if one is listed twice: its rows would come twice.
     """
-    several = [paths] if isinstance(paths, str | Path) else list(paths)
+    given: Any = paths if isinstance(paths, Iterable) and not isinstance(paths, str) else [paths]
+    several = [str(it or "") for it in given]
+    if not several or not all(several):
+        raise ConfigError(f"blocks() got {paths!r}", "a path, a URL, a pattern or a list", _SETTING)
     files: dict[str, SourceFile] = {}
-    for path in map(str, several):
+    for path in several:
         try:
             found = list(_list_path(path))
         except StoreError as error:

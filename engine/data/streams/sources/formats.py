@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayzero.engine.data.streams.sources.files import SourceReader
+from rayzero.engine.errors import DataError
 
 _CACHED_FOOTERS = 256
 _MOST_BYTES = (1 << 31) - 1  # of a column of bytes, by its offsets
@@ -74,7 +75,8 @@ class Parquet(Format):
         schema = footer.schema.to_arrow_schema().remove_metadata()
         if self._columns is not None:
             if missing := [name for name in self._columns if name not in schema.names]:
-                raise ValueError(f"it has no columns {missing}, but {schema.names}")
+                seen = f"{reader.file.url} has no columns {missing}"
+                raise DataError(seen, ", ".join(schema.names), "columns of blocks")
             schema = pa.schema([schema.field(name) for name in self._columns])
         blocks = [
             FileBlock(number, group.total_byte_size, group.num_rows)

@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 
 import pyarrow as pa
 import xxhash
@@ -23,21 +22,13 @@ _SCANS = 16  # files at a time: they wait for the store more than for the proces
 PROGRESS_S = 10.0
 
 
-@dataclass(frozen=True)
-class FileIndex:
-    """`table`: a row for each block: file (its number), start, nbytes, rows, checksum. `schema`:
-    the columns of all files together."""
-
-    table: pa.Table
-    schema: pa.Schema
-
-
 def find_blocks(
     files: Sequence[SourceFile], form: Format, index_dir: str | None, retry_s: float
-) -> FileIndex:
-    """The index of these files, from `index_dir` if it is there: its name has names, sizes and
-    times of the files, so one of other files is never found. Raises DataError, which names the
-    file, if one cannot be read; if the folder cannot be used."""
+) -> tuple[pa.Table, pa.Schema]:
+    """A row for each block: file (its number), start, nbytes, rows, checksum; and the columns of
+    all files together. From `index_dir` if it is there: its name has names, sizes and times of the
+    files, so one of other files is never found. Raises DataError, which names the file, if one
+    cannot be read; if the folder cannot be used."""
     if index_dir is None:
         return _scan(files, form, retry_s)
     kept = KeptTables(index_dir, "index_dir of rayzero.data.blocks")
@@ -45,11 +36,11 @@ def find_blocks(
     table = kept.load(name)
     if table is not None:
         schema = pa.ipc.read_schema(pa.py_buffer(table.schema.metadata[b"columns"]))
-        return FileIndex(table.replace_schema_metadata(), schema)
-    index = _scan(files, form, retry_s)
-    columns = {"columns": index.schema.serialize().to_pybytes()}
-    kept.keep(name, index.table.replace_schema_metadata(columns))
-    return index
+        return table.replace_schema_metadata(), schema
+    table, schema = _scan(files, form, retry_s)
+    columns = {"columns": schema.serialize().to_pybytes()}
+    kept.keep(name, table.replace_schema_metadata(columns))
+    return table, schema
 
 
 def listing_digest(files: Sequence[SourceFile], options: str) -> str:
@@ -58,7 +49,7 @@ def listing_digest(files: Sequence[SourceFile], options: str) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps([_VERSION, options, listing]).encode())
 
 
-def _scan(files: Sequence[SourceFile], form: Format, retry_s: float) -> FileIndex:
+def _scan(files: Sequence[SourceFile], form: Format, retry_s: float) -> tuple[pa.Table, pa.Schema]:
     readers: list[SourceReader] = []
 
     def scan(reader: SourceReader) -> tuple[list[FileBlock], pa.Schema]:
@@ -97,11 +88,4 @@ def _scan(files: Sequence[SourceFile], form: Format, retry_s: float) -> FileInde
     for name in ("start", "nbytes", "rows"):
         columns[name] = pa.array([getattr(block, name) for _, block in blocks], pa.int64())
     columns["checksum"] = pa.array([block.checksum for _, block in blocks], pa.uint64())
-    return FileIndex(pa.table(columns), schema)
-
-
-def block_at(index: FileIndex, number: int) -> tuple[int, FileBlock]:
-    """A block, and the number of its file."""
-    row = {name: index.table[name][number].as_py() for name in index.table.column_names}
-    file = row.pop("file")
-    return file, FileBlock(**row)
+    return pa.table(columns), schema

@@ -102,11 +102,37 @@ def open_mixture(folder: Path) -> Opened:
     return rayzero.data.mix(mixture, changes={9: {"code": 2.0}}), plain + rows
 
 
+def open_packed(folder: Path) -> Opened:
+    """Documents of 1 to 5 numbers, which no two share; each block is cut into sequences of 4."""
+    tokens = iter(range(1, 1000))
+    documents = [[next(tokens) for _ in range(1 + number % 5)] for number in range(47)]
+    table = pa.table({"input_ids": documents})
+    pq.write_table(table, folder / "a.parquet", row_group_size=6)
+    plain = []
+    for begin in range(0, len(documents), 6):
+        joined = [token for document in documents[begin : begin + 6] for token in document]
+        joined += [0] * (-len(joined) % 4)
+        plain += [{"ids": joined[at : at + 4]} for at in range(0, len(joined), 4)]
+    packed = rayzero.data.PackedBlocks(rayzero.data.blocks(folder), 4, how="concatenate")
+    to_lists = lambda row: {"ids": row["input_ids"].tolist()}  # noqa: E731
+    return rayzero.data.stream(packed, 2, transform=to_lists), plain
+
+
+def open_mapped(folder: Path) -> Opened:
+    web, plain = open_parquet(folder)
+
+    def double(table: pa.Table) -> pa.Table:
+        return table.set_column(0, "id", pa.array([2 * it for it in table["id"].to_pylist()]))
+
+    made = rayzero.data.map_blocks(web.parts[0].source, double, folder / "_made", "doubled")
+    return rayzero.data.stream(made, 2), [row | {"id": 2 * row["id"]} for row in plain]
+
+
 @pytest.mark.parametrize(
     "open_stream",
     [
         *(open_parquet, open_plain_json, open_gzip, open_zstd, open_tar, open_images),
-        *(open_hf_rows, open_hf_shards, open_mixture),
+        *(open_hf_rows, open_hf_shards, open_mixture, open_packed, open_mapped),
     ],
 )
 def test_samples_are_those_of_a_plain_reader(

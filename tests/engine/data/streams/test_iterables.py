@@ -490,6 +490,8 @@ def test_state_of_other_readers_is_refused() -> None:
         (Node, {"readers": 0}, "readers of iterable"),
         (Node, {"readers": 2, "rows": [1]}, "rows of iterable"),
         (Node, {"readers": 2, "rows": -1}, "rows of iterable"),
+        (Node, {"readers": 2, "rows": 1.5}, "rows of iterable"),
+        (Node, {"readers": "2"}, "has '2' readers"),
         (hf_base(), {"readers": 5}, "at most 4, the shards"),
     ],
 )

@@ -143,7 +143,8 @@ def test_sequences_are_read_by_position_and_mixed() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"length": 0}, ConfigError, "length is 0"),
+        ({"length": 0}, ConfigError, r"length of PackedBlocks\(\) is 0"),
+        ({"length": 4, "pad_token": None}, ConfigError, "pad_token .* is None"),
         ({"length": 4, "how": "worst_fit"}, ConfigError, "'worst_fit'"),
         ({"length": 4, "column": "text"}, DataError, "has columns"),
     ],

@@ -127,3 +127,5 @@ def test_random_order_is_refused() -> None:
         check_sampler(right)
     with pytest.raises(IndexError, match="position -1"):
         stream[-1]
+    with pytest.raises(ConfigError, match=r"got a MemorySource.*\n.*\n.*data\.stream\(source\)"):
+        StreamSampler(MemorySource([1]))  # type: ignore[arg-type]

@@ -101,7 +101,7 @@ def test_blocks_of_a_window_are_read_once_and_ahead() -> None:
     for cursor in range(0, 600, 10):
         source.read(cursor, part, is_last=True, check=no_check)
     assert set(memory.reads.values()) == {1}
-    assert source.cache.counters.hits > 100
+    assert source.cache.take_counts()[0, "hits"] > 100
 
 
 def test_resume_reads_at_most_its_window() -> None:
@@ -222,11 +222,19 @@ def test_errors_name_source_block_and_row_and_a_read_is_tried_again() -> None:
         read_step(source, 0, 50, 50, 1)
 
 
-def test_a_block_with_other_rows_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("block", "match"),
+    [
+        (pa.table({"row": [1]}), "has 1 rows, and had 50"),
+        ({"row": [1]}, r"block 0\) could not be read: AttributeError: 'dict'"),
+        (pa.table([[1] * 50] * 2, ["x", "x"]), r"block 0\) could not be read: KeyError"),
+    ],
+)
+def test_what_is_no_block_of_these_rows_is_refused(block: Any, match: str) -> None:
     memory = MemorySource([50])
     source = make_source(rayzero.data.stream(memory), 2)
-    memory.read = lambda block: pa.table({"row": [1]})  # type: ignore[method-assign]
-    with pytest.raises(DataError, match="has 1 rows, and had 50"):
+    memory.read = lambda number: block  # type: ignore[method-assign]
+    with pytest.raises(DataError, match=match):
         source.read(0, assign_step(2, 1, 0, 2)[0], is_last=True, check=no_check)
 
 
@@ -349,27 +357,50 @@ def test_rows_that_are_no_batch_are_refused_by_torch() -> None:
         batch.collate()
 
 
-@pytest.mark.parametrize("option", ["shuffle_window", "cache_bytes", "threads", "read_timeout_s"])
-def test_settings_are_positive(option: str) -> None:
-    with pytest.raises(ConfigError, match=option):
-        rayzero.data.stream(MemorySource([1]), **{option: 0})
+def stream_of(source: Any = None, **options: Any) -> Any:
+    return rayzero.data.stream(MemorySource([9]) if source is None else source, **options)
 
 
-def test_mixtures_name_what_is_wrong() -> None:
-    pair = {"web": (MemorySource([1]), 1.0)}
-    for options, match in (
-        ({"changes": {3: {"webb": 1.0}}}, "did you mean 'web'"),
-        ({"max_epochs": {"web": 0}}, "max_epochs is 0"),
-        ({"max_epochs": {"web": float("nan")}}, "max_epochs is nan"),
-        ({"changes": {-1: {"web": 1.0}}}, "step -1"),
-        ({"changes": {3: {"web": float("inf")}}}, "weight inf"),
-    ):
-        with pytest.raises(ConfigError, match=match):
-            rayzero.data.mix(pair, **options)
-    with pytest.raises(ConfigError, match="is a mixture"):
-        rayzero.data.mix({"both": (rayzero.data.mix(pair), 1.0)})
-    with pytest.raises(ConfigError, match="no sources"):
-        rayzero.data.mix({})
+def mix_of(*entry: Any, **options: Any) -> Any:
+    return rayzero.data.mix({"web": entry or (MemorySource([9]), 1)}, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        *(
+            (lambda it=it, bad=bad: stream_of(**{it: bad}), it)
+            for it in ("shuffle_window", "cache_bytes", "threads", "read_timeout_s")
+            for bad in (0, "8")
+        ),
+        (lambda: stream_of(shuffle_window=2.5), r"shuffle_window of stream\('memory'\) is 2\.5"),
+        (lambda: stream_of("web/*.parquet"), r"stream\(\) got a str.*\n.*\n.*blocks\(paths\)"),
+        (lambda: stream_of(stream_of()), "got a StreamDataset"),
+        (lambda: rayzero.data.map_blocks("web", len), r"map_blocks\(\) got a str"),
+        (lambda: mix_of(changes={3: {"webb": 1.0}}), "did you mean 'web'"),
+        (lambda: mix_of(max_epochs={"web": 0}), "max_epochs of 'web' in a mixture is 0"),
+        (lambda: mix_of(max_epochs={"web": float("nan")}), "mixture is nan"),
+        (lambda: mix_of(max_epochs={"web": "3"}), "mixture is '3'"),
+        (lambda: mix_of(max_epochs=3), "max_epochs of a mixture is 3"),
+        (lambda: mix_of(changes={-1: {"web": 1.0}}), "changes of a mixture is {-1"),
+        (lambda: mix_of(changes={1.5: {"web": 1.0}}), "changes of a mixture is {1"),
+        (lambda: mix_of(changes=[5]), r"changes of a mixture is \[5\]"),
+        (lambda: mix_of(changes={3: 0.5}), "weight of a mixture is 0"),
+        (lambda: mix_of(changes={3: {"web": float("inf")}}), "mixture is inf"),
+        (lambda: mix_of(MemorySource([9]), -1), "weight of 'web' in a mixture is -1"),
+        (lambda: mix_of(MemorySource([9]), "1"), "weight of 'web' in a mixture is '1'"),
+        (lambda: mix_of(0.5, MemorySource([9])), "got a float"),
+        (lambda: mix_of("web", 0.5), "got a str"),
+        (lambda: mix_of(MemorySource([9])), r"\(source, weight\)"),
+        (lambda: mix_of(mix_of(), 1), "is a mixture"),
+        (lambda: rayzero.data.mix({"web": MemorySource([9])}), "got a MemorySource for 'web'"),
+        (lambda: rayzero.data.mix({}), "no sources"),
+        (lambda: rayzero.data.mix([(MemorySource([9]), 1)]), "no sources"),
+    ],
+)
+def test_mistakes_are_named(make: Any, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        make()
 
 
 @pytest.mark.parametrize("world", [1, 3])

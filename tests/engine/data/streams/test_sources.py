@@ -271,7 +271,7 @@ def test_damage_that_keeps_size_and_time_is_found(write: Writer, tmp_path: Path)
     if write is write_parquet:
         at = raw.find(b"".join(number.to_bytes(8, "little") for number in (98, 99)))
     else:  # a name in the header of a tar, a value in the others
-        at = source._index.table["start"][last].as_py() + (20 if write is write_samples else 30)
+        at = source._index["start"][last].as_py() + (20 if write is write_samples else 30)
     raw[at] ^= 1
     path.write_bytes(raw)
     os.utime(path, ns=(0, status.st_mtime_ns))
@@ -399,16 +399,32 @@ def test_mistakes(tmp_path: Path) -> None:
     write_parquet(tmp_path)
     with pytest.raises(ConfigError, match="of 2 formats: parquet, json"):
         blocks(tmp_path)
+    for nothing in ([], None, "", [""], 0):
+        with pytest.raises(ConfigError, match=r"blocks\(\) got"):
+            blocks(nothing)
+    for columns in ([], ["x", "x"], "x"):
+        with pytest.raises(ConfigError, match="columns is"):
+            blocks(tmp_path / "a.jsonl", columns=columns)
+    with pytest.raises(ConfigError, match=r"block_bytes of blocks\(\) is '8MB'"):
+        blocks(tmp_path / "a.jsonl", block_bytes="8MB")
     with pytest.raises(ConfigError, match="given twice"):
         blocks([tmp_path / "a.jsonl", tmp_path / "*.jsonl"])
     with pytest.raises(DataError, match=r"no files at .*/none"):
         blocks(tmp_path / "none")
     with pytest.raises(DataError, match=r"no columns \['y'\]"):
         blocks(tmp_path / "a.jsonl", columns=["y"])
-    with pytest.raises(DataError, match=r"a.parquet is damaged: it has no columns \['y'\]"):
+    with pytest.raises(DataError, match=r"a\.parquet has no columns \['y'\]"):
         blocks(tmp_path / "a.parquet", columns=["y"])
     with pytest.raises(ConfigError, match="did you mean 'parquet'"):
         blocks(tmp_path, format="parqet")
+    with pytest.raises(ConfigError, match=r"a pyarrow\.Schema, for json only"):
+        blocks(tmp_path / "a.jsonl", schema={"x": "string"})
+    (tmp_path / "c.json").write_text(json.dumps([{"x": 1}], indent=1))
+    with pytest.raises(DataError, match=r"c\.json is damaged: .*\n.*\n  fix: correct the file"):
+        blocks(tmp_path / "c.json")
+    pq.write_table(pa.table([[1], [2]], ["x", "x"]), tmp_path / "two.parquet")
+    with pytest.raises(DataError, match=r"several columns \['x'\]"):
+        blocks(tmp_path / "two.parquet")
     with pytest.raises(ConfigError, match="the URL s4://b cannot be used"):
         blocks("s4://b/c")
     pq.write_table(pa.table({"x": ["text"]}), tmp_path / "b.parquet")
