@@ -79,11 +79,12 @@ def log_explanation(parsed: ParsedConfig) -> None:
     for path, how in parsed.provenance.items():
         _log_once(f"config: {path} is {repr_value(get_path(dump, path))} ({how})")
     idle = [
-        info.key
-        for info in key_infos(parsed)
-        if info.status is NO_OP
-        and info.source == "file"
-        and info.value != get_path(DEFAULTS, info.key)
+        path
+        for path, key in KEYS.items()
+        if key.status is NO_OP
+        and path not in parsed.provenance
+        and get_path(parsed.document, path) is not None
+        and get_path(dump, path) != get_path(DEFAULTS, path)
     ]
     if idle:
         _log_once(f"config: no effect here: {', '.join(idle)} (`rayzero config explain` says why)")

@@ -291,11 +291,11 @@ def drop_unknown(document: dict[str, Any]) -> list[str]:
         values = get_path(document, section) if section else document
         known = _names_in(section)
         for name in [*values] if isinstance(values, dict) else ():
-            near = sorted(_PATHS) if "." in name else sorted(known)
             path = f"{section}.{name}" if section else name
-            is_misplaced = path in _PARAMS or any(it.endswith(f".{name}") for it in _PATHS)
-            resembles = did_you_mean(name, near) and name not in _FOREIGN
-            if name in known or resembles or is_misplaced:
+            if name in known or path in _PARAMS or _belongs_elsewhere(name):
+                continue
+            near = sorted(_PATHS) if "." in name else sorted(known)
+            if did_you_mean(name, near) and name not in _FOREIGN:
                 continue
             del values[name]
             dropped.append(path)

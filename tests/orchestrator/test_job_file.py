@@ -128,16 +128,8 @@ def test_inline_engine_config():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"step": 5}, ["step: unknown key", "did you mean 'steps'?"]),
-        ({"workers": {"gpu": 1}}, ["workers.gpu: unknown key", "did you mean 'gpus'?"]),
-        ({"steps": "many"}, ["steps:", "valid integer", "'many'"]),
         ({"steps": 1.5}, ["steps:", "1.5"]),
-        ({"steps": 0}, ["steps:", "greater than or equal to 1"]),
-        ({"workers": {"min": 0}}, ["workers.min:", "(seen: 0)"]),
         ({"workers": {"min": 3, "max": 2}}, ["workers.max:", "workers.min, which is 3"]),
-        ({"workers": {"gpus": 2}}, ["workers.gpus:", "less than or equal to 1"]),
-        ({"workers": 4}, ["workers:", "(seen: 4)"]),
-        ({"workers": {"env": {"NCCL_DEBUG": 1}}}, ["workers.env.NCCL_DEBUG:", 'in quotes, "1"']),
         ({"workers": {"env": {"A-B": "1"}}}, ["workers.env:", "'A-B' is not the name"]),
         ({"workers": {"env": {"A": "\0"}}}, ["workers.env:", "NUL"]),
         ({"workers": {"env": {"RANK": "1"}}}, ["must not set RANK: each generation sets it"]),
@@ -151,18 +143,14 @@ def test_inline_engine_config():
         ({"workers": {"env": {"A-B": "1", "WANDB_API_KEY": "key!"}}}, ["'WANDB_API_KEY': '***'"]),
         ({"name": "a/b"}, ["name:", "'a/b'"]),
         ({"name": "../up"}, ["name:"]),
-        ({"entrypoint": "train"}, ["entrypoint:", "module:function"]),
         ({"engine": {"zero_optimization": {"stag": 2}}}, ["zero_optimization.stag", "'stage'"]),
         ({"engine": {"train_batch_size": "x"}}, ["train_batch_size"]),
         (
             {"engine": dict.fromkeys(BATCH_SIZES, 2) | {"train_batch_size": 9}},
             ["batch sizes disagree"],
         ),
-        ({"engine": "nowhere.json"}, ["nowhere.json", "cannot be read"]),
         ({"checkpoint": {"path": "ftp://host/runs"}}, ["checkpoint.path", "s3://"]),
         ({"checkpoint": {"path": "s3://"}}, ["checkpoint.path", "s3://bucket/runs"]),
-        ({"checkpoint": {"keep": 0}}, ["checkpoint.keep", "greater than or equal to 1"]),
-        ({"recovery": {"balance": "fast"}}, ["recovery.balance", "'even' or 'auto'"]),
         ({"recovery": {"mirror_every": 0}}, ["recovery.mirror_every"]),
         ({"workers": {"spares": -1}}, ["workers.spares"]),
         (
@@ -178,6 +166,7 @@ def test_inline_engine_config():
     ],
 )
 def test_each_error_has_a_message_with_path(change: dict[str, Any], words: list[str]):
+    """Further ones than those of a first hour (`cli/test_mistakes.py`)."""
     with pytest.raises(ConfigError) as caught:
         load({**MINIMAL, **change})
     for word in words:
@@ -187,18 +176,14 @@ def test_each_error_has_a_message_with_path(change: dict[str, Any], words: list[
 @pytest.mark.parametrize(
     ("document", "override", "words"),
     [
-        ({"entrypoint": "m:f"}, "seed=1", "name: this key is required"),
         ({"name": "job"}, "seed=1", "entrypoint: this key is required"),
         ("", "seed=1", "a mapping of keys to values was expected"),
         ("- a\n- b\n", "seed=1", "a mapping of keys to values was expected, not list"),
         ("1: x\n", "seed=1", "a key is not text"),
         ("name: [unclosed\n", "seed=1", "is not YAML: line 2"),
         ("name: a\n\tsteps: 3\n", "seed=1", "is not YAML: line"),
-        (MINIMAL, "steps", "has no '='"),
         (MINIMAL, "=3", "has no '='"),
-        (MINIMAL, "steps=[", "is not YAML"),
         (MINIMAL, "name.x=3", "'name' is not a mapping"),
-        (MINIMAL, "stepz=3", "unknown key"),
     ],
 )
 def test_file_or_override_is_refused(document: Any, override: str, words: str):

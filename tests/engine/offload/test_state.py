@@ -1,6 +1,8 @@
-"""Offloaded state is loaded like any other; its bytes are counted where they are.
+"""Training with offload equals training without, to the bit; its state is loaded like any other.
+Its bytes are counted where they are.
 
-`tests/engine/optim/test_parity.py` loads it with other offloads, stages and ranks.
+The matrix (`tests/engine/matrix`) compares with PyTorch, in more combinations, which bf16 lets it
+do to some rounding only; `tests/engine/optim/test_parity.py` loads other offloads, stages, ranks.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ from tests.engine.offload.training import (
     offload_configs,
     run_steps,
     separate_host_memory,
+    train,
 )
 from tests.engine.state.blocks import Block, StateSession
+from tests.support.ranks import run_ranks
 
 
 def saved_after_two_steps(rank: int, world: int, stage: int) -> Block:
@@ -85,3 +89,36 @@ def test_bytes_by_memory_kind(tmp_path: Path) -> None:
     offloaded = half["host_optimizer_state"]
     assert 0.5 <= offloaded / (offloaded + half["optimizer_state"]) < 0.9  # only entire units are
     assert not [name for name in bytes_by_class(2, {}) if name.startswith(("host_", "disk_"))]
+
+
+def max_errors(
+    rank: int, world: int, stage: int, precision: str, separate_memory: bool, folder: Path
+) -> dict[str, float]:
+    """Largest relative error against training without offload; 0 if bit-identical."""
+    losses, expected = train(config(stage, precision))
+    result = {}
+    for name, offload in offload_configs(folder, stage).items():
+        with separate_host_memory() if separate_memory else nullcontext():
+            actual, state = train(config(stage, precision, **offload))
+        loss_errors = [abs(a - b) for a, b in zip(actual, losses, strict=True)]
+        weights = [zoo.relative_error(state[key], expected[key]) for key in expected]
+        result[name] = max(loss_errors + weights)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "precision", "separate_memory"),
+    [
+        (1, 0, "bf16", True),
+        (2, 1, "fp32", True),
+        (3, 2, "bf16", True),
+        (2, 3, "bf16", True),
+        (2, 3, "fp32", False),
+    ],
+)
+def test_offload_is_bit_identical(
+    world: int, stage: int, precision: str, separate_memory: bool, tmp_path: Path
+) -> None:
+    for result in run_ranks(world, max_errors, stage, precision, separate_memory, tmp_path):
+        assert result == dict.fromkeys(offload_configs(tmp_path, stage), 0), result
+    assert not list(tmp_path.iterdir())  # the file is unlinked

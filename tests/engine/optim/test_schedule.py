@@ -1,4 +1,4 @@
-"""Learning rates equal those of DeepSpeed's schedules; arguments and errors of schedules."""
+"""Learning rates equal those of DeepSpeed's schedules, also when resumed; arguments and errors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler as schedules
 
 import rayzero
 from rayzero.engine.config import SchedulerConfig, parse_config
@@ -19,7 +20,9 @@ from rayzero.engine.errors import ConfigError
 from rayzero.engine.optim import deepspeed_schedules
 from rayzero.engine.optim.deepspeed_schedules import StepSchedule, WarmupDecayLR, WarmupLR
 from rayzero.engine.optim.schedule import check_schedule, make_schedule
+from rayzero.engine.session import use_session
 from tests.engine.optim.make_deepspeed_schedules import FILE, LRS
+from tests.engine.state.blocks import Block, StateSession
 
 TOP = 0.4  # the optimizer's configured lr
 
@@ -183,3 +186,49 @@ def test_scheduler_of_another_optimizer_is_rejected() -> None:
     other = torch.optim.lr_scheduler.StepLR(optimizer(1.0), 1)
     with pytest.raises(ConfigError, match="StepLR drives an optimizer that is not the engine"):
         check_schedule(other, optimizer(1.0))
+
+
+CYCLE = {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 3}
+BY_CONFIG: dict[str, dict[str, Any]] = {
+    "WarmupDecayLR": {"total_num_steps": 7, "warmup_num_steps": 3},
+    "WarmupCosineLR": {"total_num_steps": 7, "warmup_num_steps": 3},
+    "OneCycle": CYCLE | {"decay_step_size": 1, "decay_lr_rate": 0.5, "decay_mom_rate": 0.1},
+    "LRRangeTest": {"lr_range_test_step_size": 2, "last_batch_iteration": 1},
+    "CosineAnnealingLR": {"T_max": 5},
+    "OneCycleLR": {"max_lr": 0.2, "total_steps": 9},
+}
+BY_FUNCTION: dict[str, Any] = {
+    "LambdaLR": lambda o: schedules.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "SequentialLR": lambda o: schedules.SequentialLR(
+        o, [schedules.ConstantLR(o, 0.1, 2), schedules.ExponentialLR(o, 0.9)], milestones=[2]
+    ),
+}
+
+
+def rates(name: str, steps: int, block: Block | None = None) -> tuple[list[Any], Block]:
+    torch.manual_seed(0)
+    config: dict[str, Any] = {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+    if name in BY_CONFIG:
+        config["scheduler"] = {"type": name, "params": BY_CONFIG[name]}
+    with use_session(StateSession(None if block is None else [block])):
+        engine, optimizer, *_ = rayzero.initialize(
+            model=nn.Linear(2, 1), config=config, lr_scheduler=BY_FUNCTION.get(name)
+        )
+    values = []
+    for _ in range(steps):
+        group = optimizer.param_groups[0]
+        values.append((float(group["lr"]), *group["betas"]))
+        engine.backward(engine(torch.ones(4, 2)).sum())
+        engine.step()
+    return values, Block.of(engine)
+
+
+@pytest.mark.parametrize("name", [*BY_CONFIG, *BY_FUNCTION])
+@pytest.mark.parametrize("first", [1, 4])
+def test_resume(name: str, first: int) -> None:
+    uninterrupted, _ = rates(name, 8)
+    before, block = rates(name, first)
+    after, _ = rates(name, 8 - first, block)
+    for actual, expected in zip(before + after, uninterrupted, strict=True):
+        assert actual == pytest.approx(expected, rel=1e-12)
+    assert len({lr for lr, *_ in uninterrupted}) > 2

@@ -1,4 +1,4 @@
-"""A controller that continues with the workers that have outlived the one before."""
+"""A controller that continues with the workers or the vaults that have outlived the one before."""
 
 from __future__ import annotations
 
@@ -142,3 +142,22 @@ async def test_step_that_was_pinned_becomes_a_checkpoint(folder: Path, is_known:
     cluster.vaults.may_write.set()
     await second.steps(3 - is_known)
     assert [event.step for event in second.log.of(Checkpointed)] == [2, 4]
+
+
+async def test_steps_that_no_controller_has_seen_are_not_made_again(folder: Path):
+    first = Harness(folder, FakeCluster("ab"), unix=time.time)
+    await first.steps(2)
+    seen = reread(first.events.facts)
+    await first.steps(3)  # the journal has none of these
+    vaults = dict(first.cluster.vaults.by_node)
+    first.run.cancel()
+    await settle()
+    cluster = FakeCluster("a")
+    cluster.committed = first.cluster.committed  # its workers must begin with this step
+    cluster.vaults.by_node, cluster.vaults.attached = vaults, ("a", "b", "gone")
+    second = Harness(folder, cluster, past=seen, workers={"min": 1})
+    await second.steps(1)
+    (adopted,) = second.log.of(RunAdopted)
+    assert adopted.step == 2
+    assert second.restored == {5}
+    assert second.controller.status().step == 6

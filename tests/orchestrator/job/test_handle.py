@@ -1,4 +1,4 @@
-"""A client whose job's process does not answer, as while the cluster's head is away. No cluster."""
+"""A client, and the head's hook, while the cluster's head is away. No cluster."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from rayzero.orchestrator.cluster.connect import ClusterConnection
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError
 from rayzero.orchestrator.job import handle as handles
+from rayzero.orchestrator.job import prestop
 from rayzero.orchestrator.job.client import JobUnavailableError
 from rayzero.orchestrator.job.handle import JobHandle
 from rayzero.orchestrator.job_events import JobWarning
@@ -90,3 +91,30 @@ def test_client_gives_up_after_the_time_in_which_the_workers_end_themselves(foll
         handle.result()
     assert 400 < process.now_s <= 400 + CALL_S
     assert "rayzero logs -f j" in failed.value.fix
+
+
+@pytest.mark.parametrize(
+    ("nodes", "draining", "leaves"),
+    [
+        ({"head"}, [set()], True),
+        ({"head", "a", "b"}, [set(), {"a"}, {"a", "b"}], True),
+        ({"head", "a", "b"}, [{"a"}] * 99, False),
+        ({"head", "a"}, [{"head"}] * 99, False),
+    ],
+)
+def test_jobs_are_stopped_only_if_all_other_nodes_leave(
+    monkeypatch: pytest.MonkeyPatch, nodes: set[str], draining: list[set[str]], leaves: bool
+) -> None:
+    answers, now_s = iter(draining), 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    monkeypatch.setattr(prestop, "node_capacities", lambda: dict.fromkeys(nodes))
+    monkeypatch.setattr(prestop, "head_node_id", lambda: "head")
+    monkeypatch.setattr(prestop, "draining_node_ids", lambda: next(answers))
+    monkeypatch.setattr(prestop, "monotonic", lambda: now_s)
+    monkeypatch.setattr(prestop, "sleep", sleep)
+    assert prestop.all_nodes_leave(5.0) == leaves
+    assert now_s <= 5.5
