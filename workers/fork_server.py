@@ -1,10 +1,12 @@
-"""Starts workers from a process that has imported torch, so that each starts in a fraction of it.
+"""Starts Ray's workers from a process that has imported what they need, so that each starts in a
+fraction of the time.
 
-The server imports what a worker needs, starts no threads of its own, runs no code of the user, and
-forks for each request. Ray starts this file where it would start Python for a worker
-(`py_executable` of the runtime environment): the client, which imports nothing slow, hands over
-what Ray gave it: arguments, environment, folder, limits, standard files. The forked process
-continues as Ray's worker.
+The server imports modules that it is told of, starts no threads of its own, runs no code of the
+user, and forks for each request. Ray starts this file where it would start its own script that
+prepares a worker's environment (`setup_worker_path`): the client, which imports nothing slow, hands
+over what Ray gave it: arguments, environment, folder, limits, standard files. The forked process
+continues as Ray's worker. A worker with another interpreter, a command before it, or variables that
+are read when the server's modules are imported is started by Ray's script.
 
 For a cluster on one machine that ends with the process that started it: the server ends when its
 standard input is closed, by that process or by its death.
@@ -18,12 +20,11 @@ import os
 import resource
 import runpy
 import select
-import shlex
 import signal
 import socket
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -36,25 +37,25 @@ _HEADER = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
-def worker_executable(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the entries of a worker's runtime environment that make it a fork of the server;
-    empty if there is no server."""
-    if not (address := environ.get(ADDRESS_VARIABLE)):
-        return {}
-    # -I -S: the client needs only the standard library.
-    words = [sys.executable, "-IS", os.path.abspath(__file__), address]
-    return {"py_executable": shlex.join(words)}
+SETUP_SCRIPT = os.path.abspath(__file__)
+"""What Ray is to start, in a cluster whose processes have `ADDRESS_VARIABLE`."""
+_CONTEXT = "--serialized-runtime-env-context="
+_LANGUAGE = "--language="
 
 
-def serve(listening_file: int) -> None:
+def serve(listening_file: int, modules: Sequence[str]) -> None:
     """Serves until the standard input is closed. In a forked process it returns, too: as a Ray
-    worker that has ended."""
-    gc.disable()  # a worker enables it
+    worker that has ended.
+
+    Args:
+        modules: what workers import. Not Ray, which reads a worker's environment on import.
+    """
+    gc.disable()
     listener = socket.socket(fileno=listening_file)
     import numpy as np
 
-    # Not Ray, which reads a worker's environment on import. By name: the orchestrator has no torch.
-    import_module("rayzero.workers.worker")
+    for module in modules:
+        import_module(module)
 
     gc.freeze()  # a collection in a child would copy all pages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
@@ -96,6 +97,7 @@ def _continue_as(request: dict[str, Any], files: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environ"])
     sys.argv = request["arguments"]
+    gc.enable()
     sys.path.insert(0, os.path.dirname(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name="__main__")
 
@@ -143,9 +145,42 @@ def _request_fork(address: str, arguments: list[str]) -> None:
             raise ConnectionError("the server has refused or ended")
 
 
-if __name__ == "__main__":
+def _forked_arguments(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a worker that can be forked, whose variables this process has from now on.
+    Raises ValueError if it cannot."""
+    words = [word for word in arguments if not word.startswith((_CONTEXT, _LANGUAGE))]
+    if not words[0].endswith(".py"):
+        raise ValueError("this is none of Ray's workers, or has options for Python")
+    for word in arguments:
+        if word.startswith(_CONTEXT):
+            context = json.loads(word.removeprefix(_CONTEXT))
+            variables = context.pop("env_vars")
+            executable = context.pop("py_executable")
+            if executable != sys.executable or any(context.values()):
+                raise ValueError("the worker's runtime environment has more than variables")
+            for name, value in variables.items():
+                if name.startswith(("PYTHON", "LD_")) or "$" in value:
+                    raise ValueError(f"the worker's environment sets {name}")
+            os.environ.update(variables)
+    return words
+
+
+def main(arguments: list[str]) -> None:
+    """What Ray starts, with a worker's script and its arguments."""
+    address = os.environ.get(ADDRESS_VARIABLE, "")
     try:
-        _request_fork(sys.argv[1], sys.argv[2:])
+        _request_fork(address, _forked_arguments(arguments))
+        return
+    except ValueError:
+        pass
     except OSError as error:
-        print(f"the fork server is not used: {error}; this worker imports torch", file=sys.stderr)
-        os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+        text = f"the fork server is not used: {error}; this worker imports what it needs"
+        print(text, file=sys.stderr)
+    if any(word.startswith(_CONTEXT) for word in arguments):
+        script = next(word for word in arguments if not word.startswith("-"))
+        arguments = [os.path.join(os.path.dirname(script), "setup_worker.py"), *arguments]
+    os.execv(sys.executable, [sys.executable, *arguments])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.errors import WorkerLostError
 from rayzero.orchestrator.policies.placement import Capacity, ResourceRequest, preferred_nodes
 from rayzero.workers.actor import ACTOR_THREADS
-from rayzero.workers.fork_server import worker_executable
 from rayzero.workers.lifetimes import NAMESPACE, group_of_id, name_in_run, owned_name, parse_owned
 from rayzero.workers.messages import RoleWorkerSpec, WorkerInfo, WorkerSpec
 from rayzero.workers.worker_status import WorkerStatus
@@ -286,10 +284,7 @@ class ActorPool:
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 reservation.group, placement_group_bundle_index=0
             ),
-            runtime_env={
-                "env_vars": {**need.env, "OMP_NUM_THREADS": str(threads)},
-                **worker_executable(os.environ),
-            },
+            runtime_env={"env_vars": {**need.env, "OMP_NUM_THREADS": str(threads)}},
         )
         process = actor.remote(self._worker_spec, index, self._vaults.orphan_s)
         worker = WorkerHandle(index, process, reservation, node_id)

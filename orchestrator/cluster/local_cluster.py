@@ -1,4 +1,5 @@
-"""A Ray cluster on this machine for one job, with a process that has imported torch to fork from.
+"""A Ray cluster on this machine for one job, with a process to fork its workers from that has
+imported torch and what else they need.
 
 Imports no Ray, whose import takes a second: the fork server starts before it.
 """
@@ -26,8 +27,21 @@ import sys
 sys.path[0:1] = []  # the folder where the command was given: a user's module may have any name
 sys.path.append(sys.argv[1])
 from rayzero.workers.fork_server import serve
-serve(int(sys.argv[2]))
+serve(int(sys.argv[2]), sys.argv[3:])
 """
+_PRELOADED = (  # by name: the orchestrator imports no torch
+    "rayzero.workers.worker",
+    "rayzero.workers.vault.vault",
+    "rayzero.workers.agent.node_agent",
+    "rayzero.workers.rollouts.server",
+    "rayzero.orchestrator.control.controller",
+    "rayzero.orchestrator.metrics.telemetry",
+    "rayzero.orchestrator.metrics.http_server",
+    "rayzero.orchestrator.job.recorder",
+    "rayzero.orchestrator.job.past_runs",
+    *("google.protobuf.json_format", "jsonschema", "requests", "yaml"),  # Ray's own
+)
+"""What the processes of a job import, without Ray, which reads a worker's environment on import."""
 _log = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 128 * 2**20  # only small objects go through it
 _STOP_TIMEOUT_S = 5.0
@@ -40,7 +54,7 @@ class ForkServer:
     """Owns the process of `rayzero.workers.fork_server`, until `stop` or the end of this process.
 
     Args:
-        env: what the workers' environment has beyond this process's; read when torch is imported.
+        env: what the workers' environment has beyond this process's; read on import.
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:
@@ -50,7 +64,7 @@ class ForkServer:
             listener.listen(64)  # clients wait for the server's imports
             file = listener.fileno()
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _SERVER_CODE, _PACKAGE_FOLDER, str(file)],
+                [sys.executable, "-c", _SERVER_CODE, _PACKAGE_FOLDER, str(file), *_PRELOADED],
                 stdin=subprocess.PIPE,  # its end is the server's
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -104,7 +118,7 @@ class LocalCluster:
 
         for tries_left in (2, 1, 0):
             try:
-                ray_api.start_head(_OBJECT_STORE_BYTES)
+                ray_api.start_head(_OBJECT_STORE_BYTES, forks=self._fork_server is not None)
                 return
             except Exception as error:  # noqa: BLE001  # Ray raises Exception: slow start, full disk
                 kill_trees(ray_api.head_pids())

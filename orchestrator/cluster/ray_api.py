@@ -36,6 +36,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.cluster.addresses import CHECK_ALIVE_RPC, only_given_address
 from rayzero.orchestrator.policies.placement import Capacity
+from rayzero.workers.fork_server import SETUP_SCRIPT
 
 T = TypeVar("T")
 
@@ -65,21 +66,30 @@ def local_head_addresses() -> set[str]:
 
 class _BareHead(ray_node.Node):
     """A head node on the loopback interface, without what no job on one machine needs: the
-    autoscaler's monitor, which also takes a second to end, the log monitor, the dashboard."""
+    autoscaler's monitor, which also takes a second to end, the log monitor, the dashboard. Its
+    workers are forked if the fork server's script `prepares` them."""
 
     newest: _BareHead | None = None
+    prepares: str | None = None
 
     def __init__(self, ray_params: Any, **options: Any) -> None:
         _BareHead.newest = self
         ray_params.update(no_monitor=True, include_log_monitor=False, node_ip_address=_LOOPBACK)
+        if self.prepares is not None:
+            ray_params.update(setup_worker_path=self.prepares)
         super().__init__(ray_params, **options)
 
     def start_api_server(self, **_: Any) -> None:
         self._webui_url = ""
 
 
-def start_head(object_store_bytes: int) -> None:
-    """`ray.init` of a cluster on this machine alone. Raises Exception itself, as Ray does."""
+def start_head(object_store_bytes: int, *, forks: bool) -> None:
+    """`ray.init` of a cluster on this machine alone. Raises Exception itself, as Ray does.
+
+    Args:
+        forks: whether this process's environment has the address of a fork server.
+    """
+    _BareHead.prepares = SETUP_SCRIPT if forks else None
     original = ray_node.Node
     ray_node.Node = _BareHead  # type: ignore[assignment, misc]
     try:
@@ -89,7 +99,7 @@ def start_head(object_store_bytes: int) -> None:
             log_to_driver=False,
             logging_level=logging.ERROR,
             object_store_memory=object_store_bytes,
-            _system_config=_CONNECT_RETRIES,
+            _system_config=_CONNECT_RETRIES | {"prestart_worker_first_driver": False},
         )
     finally:
         ray_node.Node = original  # type: ignore[misc]

@@ -16,6 +16,7 @@ import psutil
 
 from rayzero.orchestrator.cluster.local_cluster import ForkServer, kill_trees
 from rayzero.workers.fork_server import ADDRESS_VARIABLE
+from tests.support.forking import RAY_WITH_FORKS
 from tests.support.ports import free_ports
 from tests.support.token_head import OBJECT_STORE_BYTES, ROOT, START_TIMEOUT_S, wait_for
 
@@ -30,7 +31,7 @@ _BIND = 'mount --bind "$0" /proc/sys/kernel/random/boot_id && exec "$@"'
 
 class DurableHead:
     """Owns the cluster's processes and its folder in /tmp, until `close`. The head has no CPUs, so
-    workers run on the nodes.
+    workers run on the nodes, where they are forked; those of the head end with it, and are not.
 
     Args:
         folder: for logs.
@@ -51,7 +52,6 @@ class DurableHead:
             _MARK: str(folder),
         }
         self._fork_server = ForkServer(self.env)
-        self.env[ADDRESS_VARIABLE] = self._fork_server.address
         self._head: subprocess.Popen[bytes] | None = None
         self._others: list[subprocess.Popen[bytes]] = []
         path = str(self._session / "store")
@@ -62,8 +62,9 @@ class DurableHead:
         for number in range(nodes):
             ip = f"--node-ip-address=127.0.0.{2 + number}"
             words = (f"--address={self.address}", ip, f"--num-cpus={cpus}")
-            limit = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
-            self._others.append(self._start(f"node-{number}", words, **limit))
+            env = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
+            env[ADDRESS_VARIABLE] = self._fork_server.address
+            self._others.append(self._start(f"node-{number}", words, RAY_WITH_FORKS, **env))
 
     def start_head(self, as_other_machine: bool = False) -> None:
         """Also the lost one, which finds what the cluster was in its store.
@@ -83,7 +84,7 @@ class DurableHead:
             boot_id = self._session / "boot_id"
             boot_id.write_text(f"{uuid.uuid4()}\n")
             other = (*_UNSHARE, "sh", "-c", _BIND, str(boot_id))
-        self._head = self._start("head", words, prefix=other, **self._store)
+        self._head = self._start("head", words, (*other, _RAY), **self._store)
 
     def lose_head(self, but: int | None = None) -> None:
         """SIGKILL to all of the head's processes, one excepted."""
@@ -121,11 +122,11 @@ class DurableHead:
         return f"127.0.0.1:{port}"
 
     def _start(
-        self, name: str, words: tuple[str, ...], prefix: tuple[str, ...] = (), **env: str
+        self, name: str, words: tuple[str, ...], ray: tuple[str, ...], **env: str
     ) -> subprocess.Popen[bytes]:
         path = self._folder / f"{name}.log"
         store = f"--object-store-memory={OBJECT_STORE_BYTES}"
-        command = [*prefix, _RAY, "start", "--block", "--disable-usage-stats", store, *words]
+        command = [*ray, "start", "--block", "--disable-usage-stats", store, *words]
 
         def has_answered() -> bool:
             return process.poll() is not None or _STARTED in path.read_text()

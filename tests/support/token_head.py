@@ -21,6 +21,7 @@ import psutil
 
 from rayzero.orchestrator.cluster.local_cluster import ForkServer
 from rayzero.workers.fork_server import ADDRESS_VARIABLE
+from tests.support.forking import RAY_WITH_FORKS
 from tests.support.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,8 +53,7 @@ class TokenHead:
         folder: for logs, and for the temporary files of all processes on the head.
         cpus: number of CPUs that Ray schedules.
         has_token: whether the cluster has token authentication.
-        forks: whether workers are forked from a process that has imported torch, as those of a
-            local cluster, which saves two CPU seconds for each.
+        forks: whether workers are forked, as those of a local cluster.
 
     Attributes:
         token: auth token of the cluster.
@@ -100,7 +100,8 @@ class TokenHead:
         port, dashboard, client, agent = free_ports(4)
         self.address, self.dashboard = f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
         command = [
-            *(self._ray, "start", "--head", "--block", "--disable-usage-stats"),
+            *(RAY_WITH_FORKS if self._fork_server is not None else (self._ray,)),
+            *("start", "--head", "--block", "--disable-usage-stats"),
             *("--no-monitor", "--include-log-monitor=false"),  # rayzero uses neither
             *("--include-dashboard=true", "--dashboard-host=127.0.0.1"),
             *("--node-ip-address=127.0.0.1", f"--num-cpus={self._cpus}"),

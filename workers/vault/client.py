@@ -32,7 +32,7 @@ from rayzero.workers.vault.requests import (
 )
 from rayzero.workers.vault.slots import SlotWriter, encode_index
 
-_CALL_TIMEOUT_S = 10.0
+_CALL_TIMEOUT_S = 30.0
 _RESERVE_TIMEOUT_S = 300.0
 _SLOWEST_RESERVE_BYTES_PER_S = 100e6
 """Memory is usually allocated and touched at about 1 GB/s."""
@@ -76,6 +76,8 @@ class VaultClient:
             process = (os.getpid(), liveness.native_id or 0, crash_report_fd())
             self._call(_CALL_TIMEOUT_S, WorkerRequests.register, worker, *process)
         except (OSError, VaultGoneError) as error:
+            with suppress(VaultGoneError):  # else a vault that is late takes it for a death
+                self._send(None, WorkerRequests.deregister)
             self._closed.set()
             self._socket.close()
             raise VaultGoneError(f"no vault answers at {address}: {error}") from None

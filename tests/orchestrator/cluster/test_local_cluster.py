@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
 
 from rayzero.orchestrator.cluster.local_cluster import ForkServer, kill_trees
-from rayzero.workers.fork_server import ADDRESS_VARIABLE, worker_executable
+from rayzero.workers.fork_server import ADDRESS_VARIABLE, SETUP_SCRIPT
 
+RAY = Path(str(find_spec("ray").origin)).parent  # type: ignore[union-attr]
 WORKER = """
 import json, os, sys, time
 before = sorted({"torch", "ray"} & set(sys.modules))
@@ -34,13 +36,21 @@ def server() -> Iterator[ForkServer]:
     assert server.pids() == []
 
 
-def start_worker(address: str, folder: Path) -> subprocess.Popen[str]:
-    """As Ray does: by a shell, with the worker's script and its arguments."""
-    executable = worker_executable({ADDRESS_VARIABLE: address})["py_executable"]
+def start_worker(address: str, folder: Path, **context: object) -> subprocess.Popen[str]:
+    """As Ray does: by the script that prepares a worker's environment.
+
+    Args:
+        context: of the runtime environment, if it has one.
+    """
+    words = [str(folder / "worker.py"), "--id", "a b"]
+    if context:
+        unused = {"command_prefix": [], "override_worker_entrypoint": None, "java_jars": []}
+        given = unused | {"env_vars": {}, "py_executable": sys.executable} | context
+        words += ["--language=PYTHON", f"--serialized-runtime-env-context={json.dumps(given)}"]
     return subprocess.Popen(
-        ["bash", "-c", f"exec {executable} {shlex.quote(str(folder / 'worker.py'))} --id 'a b'"],
+        [sys.executable, SETUP_SCRIPT, *words],
         cwd=folder,
-        env={**os.environ, "GREETING": "hi"},
+        env={**os.environ, "GREETING": "hi", ADDRESS_VARIABLE: address},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -49,14 +59,39 @@ def start_worker(address: str, folder: Path) -> subprocess.Popen[str]:
 
 def test_forked_worker_has_what_ray_gave_the_client(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text(WORKER)
-    workers = [start_worker(server.address, tmp_path) for _ in range(2)]
+    variables = {"env_vars": {"GREETING": "hello"}}
+    workers = [start_worker(server.address, tmp_path, **it) for it in ({}, variables)]
     outputs = [worker.communicate(timeout=60) for worker in workers]
     assert [err for _, err in outputs] == ["", ""]
     seen = [json.loads(out) for out, _ in outputs]
     argv = [str(tmp_path / "worker.py"), "--id", "a b"]
     draws = {values.pop(4) for values in seen}
-    assert seen == [[["torch"], argv, "hi", str(tmp_path), 2.0, True, str(tmp_path)]] * 2
     assert len(draws) == 2, "numpy draws other numbers in each"
+    imported = ["torch"]
+    assert seen == [
+        [imported, argv, greeting, str(tmp_path), 2.0, True, str(tmp_path)]
+        for greeting in ("hi", "hello")
+    ]
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        {"env_vars": {"LD_LIBRARY_PATH": "/a"}},
+        {"env_vars": {"PYTHONPATH": "${PYTHONPATH}:/a"}},
+        {"command_prefix": ["export", "GREETING=hi", "&&"]},
+        {"py_executable": f"{sys.executable} -X utf8"},
+    ],
+    ids=str,
+)
+def test_worker_with_another_environment_is_started_by_ray(
+    tmp_path: Path, context: dict[str, object]
+) -> None:
+    """The fork server is not asked: there is none."""
+    (tmp_path / "worker.py").write_text("import sys; print(sys.argv[1:], 'torch' in sys.modules)")
+    shutil.copy(RAY / "_private/workers/setup_worker.py", tmp_path)
+    out, err = start_worker("rayzero-no-such-server", tmp_path, **context).communicate(timeout=60)
+    assert (out, err) == ("['--id', 'a b'] False\n", "")
 
 
 def test_imports_of_the_fork_server_ask_no_device() -> None:
@@ -76,7 +111,6 @@ def test_worker_starts_without_its_fork_server(tmp_path: Path) -> None:
     out, err = worker.communicate(timeout=60)
     assert (worker.returncode, out) == (0, "['--id', 'a b']\n")
     assert "the fork server is not used: " in err
-    assert worker_executable({}) == {}
 
 
 def test_fork_server_ends_with_the_process_that_started_it() -> None:

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from rayzero.workers.vault import client as client_module
 from rayzero.workers.vault.client import VaultClient
 from rayzero.workers.vault.records import Restore, VaultGoneError, VaultMemoryError
 from rayzero.workers.vault.registry import SlotRegistry
+from rayzero.workers.vault.requests import WorkerRequests
 from tests.workers.vault.support import (
     VaultCluster,
     open_fds,
@@ -137,6 +140,28 @@ def test_late_reply_is_discarded(cluster: VaultCluster):
     client.close()
     cluster.vault().close()
     wait_for_fds(before, "rayzero-slot")
+
+
+def test_worker_that_does_not_wait_for_a_late_registration_is_not_lost(
+    cluster: VaultCluster, monkeypatch: pytest.MonkeyPatch
+):
+    asked, may_reply, register = threading.Event(), threading.Event(), WorkerRequests.register
+
+    @wraps(register)
+    def late(requests: WorkerRequests, *arguments: Any) -> list[int]:
+        asked.set()
+        assert may_reply.wait(60)
+        return register(requests, *arguments)
+
+    monkeypatch.setattr(WorkerRequests, "register", late)
+    monkeypatch.setattr(client_module, "_CALL_TIMEOUT_S", 1.0)
+    vault = cluster.vault()
+    with pytest.raises(VaultGoneError, match="timed out"):
+        VaultClient(vault.address(), 0)
+    assert asked.is_set()
+    may_reply.set()
+    assert vault.poll(0.2) == []
+    assert vault._server._peers == []
 
 
 def test_calls_of_several_threads_do_not_mix(cluster: VaultCluster):
