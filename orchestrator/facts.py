@@ -98,6 +98,7 @@ class JobFacts:
         source: a hash of its code, of its last process; empty if unknown.
         step: finished steps; `best_step`: the most it ever had, before it went back.
         reserved_generations: its controllers gave no generation a greater number.
+        start_s: how long the first workers of its last start took.
         scaled_limits: the least and the most workers, if they were changed while it ran.
         faults: the newest `MAX_FAULTS`; `fatal`: the one that ended it.
         end_state: empty while it has not ended.
@@ -120,6 +121,7 @@ class JobFacts:
     best_step: Count = 0
     generation: Count = 0
     reserved_generations: Count = 0
+    start_s: Amount = 0.0
     world_size: Count = 0
     scaled_limits: tuple[Count, Count] | None = None
     counters: Counters = Counters()
@@ -204,8 +206,7 @@ class JobFacts:
             case job_events.Resumed():
                 return {"step": max(self.step, event.step)}
             case job_events.Rewound():
-                redone = self.steps_redone + event.steps_redone
-                return {"step": event.step, "steps_redone": redone}
+                return {"step": event.step, "steps_redone": self.steps_redone + event.steps_redone}
             case job_events.FaultRecorded():
                 return self._record(event, at_s)
             case job_events.FaultDetected():
@@ -246,6 +247,8 @@ class JobFacts:
                 return {"roles": fold_role_event(self.roles, event, at_s)}
             case job_events.NumbersReserved():
                 return {"reserved_generations": max(self.reserved_generations, event.last)}
+            case job_events.WorkersReady() if event.start_s:
+                return {"start_s": event.start_s}
             case job_events.ResourcesAwaited():
                 return {"waiting_for": event.text}
             case job_events.RunEnded():

@@ -73,9 +73,11 @@ class MetricsServed:
 
 @dataclass(frozen=True)
 class WorkersReady:
-    """The processes of these workers are running and ready."""
+    """The processes of these workers are running and ready. `start_s` is how long the job's first
+    ones took; 0 for later ones."""
 
     workers: tuple[WorkerInfo, ...]
+    start_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,7 @@ class GenerationSession(HostSession):
                 if source is None:
                     raise EngineError("a generation of survivors starts from a state")
                 engines.recut(source, keep=self._retained.holds_state, shares=self.shares)
+                self._retained.retain(engines.state)
         except (CollectiveError, RuntimeError) as error:
             if not (self._channel.interrupt.is_set() or is_collective_failure(error)):
                 raise

@@ -303,12 +303,16 @@ class InProcessStateInfo:
     Args:
         step: finished steps of the state in its engines; None: that is of no step.
         whole: that is the whole state, not only its rank's shard.
+        generation, world_size: that the shard was cut for: an earlier one's, if the last one ended
+            before it had loaded its state.
         copies: the steps of which its mirror has complete copies of the shard: in memory that
             outlives the vault it was reserved in.
     """
 
     step: int | None
     whole: bool
+    generation: int
+    world_size: int
     copies: tuple[int, ...] = ()
 
     @property

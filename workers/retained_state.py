@@ -41,6 +41,7 @@ class RetainedState:
         self._device_timeout_s = device_timeout_s
         self._state: CompositeState | None = None
         self._assignment: Assignment | None = None
+        self._cut_for: Assignment | None = None  # its engines' shards: `_assignment`, or earlier
         self.holds_state = False
         """Whether this process has engines, of the previous generation, that hold their part of the
         state that this one starts from."""
@@ -51,19 +52,20 @@ class RetainedState:
         Continues without a vault that cannot be reached: death detection and replicas are then
         missing until the controller has started another one.
         """
-        before, self._assignment = self._assignment, assignment
+        self._assignment = assignment
         self.copies = dict
-        if self._state is not None and before is not None:
+        if self._state is not None and self._cut_for is not None:
             left, altered = self.in_process_state(), self._state.altered
-            reason = why_not_held(left, before, assignment.restore, altered=altered)
+            reason = why_not_held(left, self._cut_for, assignment.restore, altered=altered)
             if reason:
                 log.info("the state is read from the vaults, not from the engine: %s", reason)
             self.holds_state = not reason
         self._connect(assignment.vault)
 
     def retain(self, state: CompositeState) -> None:
-        """Keeps the state of the generation's engines, so that it can be salvaged later."""
-        self._state = state
+        """Keeps the state of engines that were built or re-cut for the present generation, so that
+        it can be salvaged later."""
+        self._state, self._cut_for = state, self._assignment
 
     def in_process_state(self) -> InProcessStateInfo | None:
         """The state in this process's memory, once its generation has ended; None if there is none.
@@ -72,12 +74,16 @@ class RetainedState:
         Returns when the device has finished what is queued on it: until then, the memory of the
         state may still be written. Raises DeviceError if that takes too long.
         """
-        state = self._state
+        state, cut_for = self._state, self._cut_for
         copies = tuple(sorted(self.copies()))
-        if state is None or not state.consistent or (step := state.step) is None:
-            return InProcessStateInfo(None, False, copies) if copies else None
+        if state is None or cut_for is None:
+            return None
+        generation, world_size = cut_for.generation, cut_for.world_size
+        if not state.consistent or (step := state.step) is None:
+            left = InProcessStateInfo(None, False, generation, world_size, copies)
+            return left if copies else None
         state.device.synchronize(self._device_timeout_s)
-        return InProcessStateInfo(step, state.complete_on_rank, copies)
+        return InProcessStateInfo(step, state.complete_on_rank, generation, world_size, copies)
 
     @contextmanager
     def open_source(self, restore: Restore | None) -> Iterator[StateSource | None]:
@@ -108,13 +114,12 @@ class RetainedState:
             VaultGoneError: the vault does not answer.
         """
         self._connect(vault)
-        memory_state, assignment, state = self.in_process_state(), self._assignment, self._state
-        if memory_state is None or assignment is None or state is None or self.vault is None:
+        memory_state, cut_for, state = self.in_process_state(), self._cut_for, self._state
+        if memory_state is None or cut_for is None or state is None or self.vault is None:
             raise EngineError(
                 "this process has no training state to salvage, or no vault to copy it to"
             )
-        generation, rank = assignment.generation, assignment.rank
-        world_size = assignment.world_size
+        generation, rank, world_size = cut_for.generation, cut_for.rank, cut_for.world_size
         copy = self.copies().get(step)
         if memory_state.step == step:
             block = state.pack(whole=state.complete_on_rank)
@@ -161,12 +166,13 @@ class RetainedState:
 
 
 def why_not_held(
-    left: InProcessStateInfo | None, before: Assignment, restore: Restore | None, *, altered: bool
+    left: InProcessStateInfo | None, cut_for: Assignment, restore: Restore | None, *, altered: bool
 ) -> str:
     """Why an engine does not hold its part of the state to restore; empty if it does.
 
     Args:
-        left: the state that it left behind in generation `before`; None if that is inconsistent.
+        left: the state that it left behind; None if that is inconsistent.
+        cut_for: the generation that this was cut for.
         altered: the training function has changed it since the last update.
     """
     if restore is None or not restore.slots:
@@ -179,9 +185,9 @@ def why_not_held(
         return "the training function has changed it since the last update"
     # A step that is done again by others may differ in rounding: the generation must have made the
     # state, or started from it.
-    generations = {before.generation}
-    if before.restore is not None and before.restore.step == restore.step:
-        generations |= {slot.generation for slot in before.restore.slots}
+    generations = {cut_for.generation}
+    if cut_for.restore is not None and cut_for.restore.step == restore.step:
+        generations |= {slot.generation for slot in cut_for.restore.slots}
     if {slot.generation for slot in restore.slots} <= generations:
         return ""
     return f"step {left.step} is restored from another generation"

@@ -300,3 +300,7 @@ def drop_unknown(document: dict[str, Any]) -> list[str]:
             del values[name]
             dropped.append(path)
     return dropped
+
+
+def _belongs_elsewhere(name: str) -> bool:
+    return any(path.endswith(f".{name}") for path in _PATHS)

@@ -257,6 +257,7 @@ def _end_leftovers(name: str, address: str | None) -> int:
 
 def _abandon_lost_run(name: str, path: str, not_found: ConfigError) -> None:
     """Writes the end of a run whose process is lost into its journal."""
+    from rayzero.orchestrator.job.claims import new_claim
     from rayzero.orchestrator.job.lease import acquire_lease
     from rayzero.orchestrator.job.lookup import NoJournalError, job_folder, load_run_history
     from rayzero.orchestrator.journal.files import write_end
@@ -270,7 +271,7 @@ def _abandon_lost_run(name: str, path: str, not_found: ConfigError) -> None:
         return
     folder = job_folder(path, name)
     lease_s = last_run.spec["checkpoint"].get("lease_s", 20.0)
-    lease = acquire_lease(folder, name, lease_s, partial(print, file=sys.stderr))
+    lease = acquire_lease(folder, new_claim(name, lease_s), partial(print, file=sys.stderr))
     try:
         write_end(folder, last_run, "stopped", "stopped by `rayzero stop`")
     finally:

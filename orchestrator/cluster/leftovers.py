@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ray.exceptions import ActorUnavailableError, RayError
@@ -98,6 +98,15 @@ class LivingWorkers:
         workers = [it for it in self.workers if it[0].role == role]
         groups = [it.group for it in self.groups if role_of(it.what) == role]
         group.adopt(workers, groups)
+
+    async def ask_again(self, limit_s: float) -> LivingWorkers:
+        """The same, once agents obey this process: a lost one that Ray could not reach may have
+        commanded workers since they were asked. What does not answer is as it was."""
+        actors = {status.info.index: actor for status, actor in self.workers}
+        roles = {status.info.index for status, _ in self.workers if status.role}
+        answers, members = await _ask_all(actors, roles, limit_s, limit_s)
+        newest = {it.info.index: it for it in (*(status for status, _ in self.workers), *answers)}
+        return replace(self, found=find_attachment([*newest.values()], members) or self.found)
 
 
 async def find_inherited(job: str) -> Inherited:

@@ -271,7 +271,7 @@ class VaultGroup:
         """Ends the stream with the cause that Ray knows, once the vault's process has ended."""
         while True:
             try:
-                await actor.wait_end.remote()
+                await actor.wait_end.remote(self._attach)
                 return  # a later controller watches it
             except ActorUnavailableError:  # it lives, as far as Ray knows
                 await asyncio.sleep(_UNAVAILABLE_PAUSE_S)

@@ -119,6 +119,7 @@ class WorkerWatch:
             cause = await self._find_cause(worker)
         except WorkerLostError as lost:
             cause = str(lost)
+        del self._asking[worker]
         self._mark_lost(worker, cause)
 
     def _mark_lost(self, worker: int, cause: str) -> None:

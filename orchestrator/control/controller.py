@@ -222,9 +222,8 @@ class Controller:
         await self._roles.rollouts.close_left()
         await self._parts.vaults.ensure_open(worker.node_id for worker in workers)
         await self._parts.scaler.health.look_at(workers)
-        self._members.registry.start_s = self._loop.now_s() - began_at_s
         self._members.registry.add(workers)
-        self._deps.events.emit(WorkersReady(workers))
+        self._deps.events.emit(WorkersReady(workers, self._loop.now_s() - began_at_s))
         self._check_cores(workers)
         self._parts.inbox.start(worker.index for worker in workers)
         self._parts.scaler.start()

@@ -216,7 +216,8 @@ class MemberSelection:
             ):
                 raise not_enough_error(len(registry.ready), registry.present_limits, limit_s)
         if len(registry.ready) < wanted:
-            await self._loop.wait_for(2 * registry.start_s, lambda: len(registry.ready) >= wanted)
+            limit_s = 2 * self._events.facts.start_s
+            await self._loop.wait_for(limit_s, lambda: len(registry.ready) >= wanted)
         selection = registry.select_members()
         if selection is None:  # one was lost meanwhile
             return await self._await_members(wanted)

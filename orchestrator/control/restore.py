@@ -54,9 +54,8 @@ class RestoreSelector:
         excluded = self._failures.excluded
         held = await self._vaults.inventory()
         stored = await self._checkpoints.select_newest(excluded.checkpoints)
-        generation = self._members.generation
-        states = generation.in_process_states()
-        source = select_recovery_step(held, states, generation.world_size, stored, excluded)
+        states = self._members.generation.in_process_states()
+        source = select_recovery_step(held, states, stored, excluded)
         if isinstance(source, FromWorkers):
             with suppress(JobFailedError):  # a vault may be lost with the generation's buffer
                 await self._vaults.ensure_open(self._nodes(source))
@@ -66,7 +65,7 @@ class RestoreSelector:
                 for worker, state in states.items()
                 if self._members.registry.info(worker).node_id in vaults
             }
-            source = select_recovery_step(held, in_process, generation.world_size, stored, excluded)
+            source = select_recovery_step(held, in_process, stored, excluded)
         if isinstance(source, FromWorkers):
             source = await self._salvage(source) or newest_stored(held, stored, excluded)
         if source is None and excluded.checkpoints:
@@ -88,17 +87,14 @@ class RestoreSelector:
         newest = newest_complete_in_vaults(held)
         if newest is not None and newest.step >= step:
             return newest
-        generation = self._members.generation
-        states = generation.in_process_states()
-        source = select_recovery_step((), states, generation.world_size, None, Excluded())
+        states = self._members.generation.in_process_states()
+        source = select_recovery_step((), states, None, Excluded())
         if not isinstance(source, FromWorkers) or source.step < step:
             return None
         return await self._salvage(source)
 
     async def _salvage(self, source: FromWorkers) -> Restore | None:
-        """Copies the states in workers' memories into vaults. None if that fails, or if they turn
-        out not to be one state: a generation that was fenced before it had loaded its state still
-        holds parts that were cut for an older one."""
+        """Copies the states in workers' memories into vaults. None if that fails."""
         nodes = self._nodes(source)
         addresses, limit_s = self._members.vault_addresses, self._patience_s
         # A large state takes long to copy: as long as a rank may be without progress.
@@ -114,10 +110,10 @@ class RestoreSelector:
             self._events.warn(f"the state in a worker's memory cannot be copied: {error.seen}")
             return None
         held = [StoredSlot(slot, node) for slot, node in zip(copies, nodes, strict=True)]
-        if len(held) == 1:
-            return Restore(source.step, slot_refs(held))
-        newest = newest_complete_in_vaults(held)
-        return newest if newest is not None and newest.step == source.step else None
+        held.sort(key=lambda stored: stored.slot.rank)  # as of when they were cut
+        restore = Restore(source.step, slot_refs(held))
+        self._failures.excluded.copied_again(restore)
+        return restore
 
     def _nodes(self, source: FromWorkers) -> list[str]:
         return [self._members.registry.info(worker).node_id for worker in source.workers]

@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -29,13 +28,15 @@ from rayzero.orchestrator.checkpoint_store import CheckpointStore
 from rayzero.orchestrator.cluster.node_links import SILENT_S
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_group import WorkerGroup
+from rayzero.orchestrator.control.calls import reply_limit_s
 from rayzero.orchestrator.control.components import Dependencies
 from rayzero.orchestrator.control.controller import Controller
 from rayzero.orchestrator.errors import JobFailedError, internal_error
 from rayzero.orchestrator.facts import EventBus
+from rayzero.orchestrator.job.claims import new_claim
 from rayzero.orchestrator.job.command_server import ensure_command_server
 from rayzero.orchestrator.job.ended_jobs import delete_ended, store_ended
-from rayzero.orchestrator.job.lease import AwaitedLease, acquire_lease
+from rayzero.orchestrator.job.lease import AwaitedLease, Lease, acquire_lease
 from rayzero.orchestrator.job.log import LogPosition, read_log
 from rayzero.orchestrator.job.past_runs import (
     remove_summary,
@@ -220,17 +221,18 @@ class JobActor:
         def give_up(error: RayzeroError) -> None:
             self._loop.call_soon_threadsafe(self._give_up_folder, error)
 
-        acquire = partial(
-            acquire_lease,
-            self._plan.job_folder,
-            spec.name,
-            spec.checkpoint.lease_s,
-            self._warn,
-            None if trains else self._is_stopped,
-            run=self._plan.worker_spec.run,
-            on_lost=give_up,
-            on_removed=lambda: self._loop.call_soon_threadsafe(self._write_folder_again),
-        )
+        def acquire(is_released: Callable[[], bool]) -> Lease:
+            return acquire_lease(
+                self._plan.job_folder,
+                new_claim(spec.name, spec.checkpoint.lease_s),
+                self._warn,
+                is_released if trains else self._is_stopped,  # what trains needs it for its end
+                trains=trains,
+                run=self._plan.worker_spec.run,
+                on_lost=give_up,
+                on_removed=lambda: self._loop.call_soon_threadsafe(self._write_folder_again),
+            )
+
         self._lease = AwaitedLease(acquire, give_up)
         return self._lease
 
@@ -284,6 +286,9 @@ class JobActor:
             for group in (workers, *roles.values()):
                 taken.living.hand_over(group)
         await vaults.attach(taken.vaults)
+        if taken.living is not None:
+            limit_s = reply_limit_s(plan.worker_spec.patience_s)
+            taken = replace(taken, living=await taken.living.ask_again(limit_s))
         past = taken.past
         if repeated := await asyncio.to_thread(repeated_result, plan, past.last):
             self._warn(repeated.note)

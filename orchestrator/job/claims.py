@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import socket
 import time
 from contextlib import suppress
@@ -60,6 +61,11 @@ class Claim:
     holds: bool = False
     epoch: int = 0
     beat: int = 0
+
+
+def new_claim(job: str, lease_s: float) -> Claim:
+    """The claim of a process that is about to acquire a folder."""
+    return Claim(secrets.token_hex(8), job, this_process(), lease_s)
 
 
 CLAIM_FORMAT = TypeAdapter(Claim)  # of claim files, in JSON

@@ -8,7 +8,6 @@ had listed before. So there is at most one holder, in any store with read-after-
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,7 +27,6 @@ from rayzero.orchestrator.job.claims import (
     ClaimState,
     ClaimStore,
     classify_claim,
-    this_process,
 )
 from rayzero.orchestrator.journal.files import has_journal, read_journal
 
@@ -89,11 +87,11 @@ def outlast_store(
 
 def acquire_lease(
     job_folder: str,
-    job: str,
-    lease_s: float,
+    own: Claim,
     warn: Callable[[str], None],
-    is_stopped: Callable[[], bool] | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
     *,
+    trains: bool = False,
     run: str = "",
     on_lost: Callable[[RayzeroError], object] = lambda _: None,
     on_removed: Callable[[], object] = lambda: None,
@@ -101,8 +99,9 @@ def acquire_lease(
     """Acquires a job's folder for this process. Waits for the end of a lease that may be lost.
 
     Args:
-        is_stopped: ends the wait; None: the job trains already, so it needs the lease for its end,
-            too, and waits for a store that does not answer.
+        own: this process's claim.
+        is_stopped: ends the wait.
+        trains: the job does already, so it waits for a store that does not answer.
         run: id of the run that this process writes into the folder's journal.
         on_lost: called once, in the lease's thread, when another process has acquired the folder.
         on_removed: called in any thread, when the folder had been removed and was made again.
@@ -112,14 +111,13 @@ def acquire_lease(
         JobStoppedError: `is_stopped` while waiting.
         StoreError: the folder cannot be written to.
     """
-    own, claims = Claim(secrets.token_hex(8), job, this_process(), lease_s), ClaimStore(job_folder)
-    warned = False
+    claims, warned = ClaimStore(job_folder), False
 
     def wait(blocking: Claim) -> None:
         nonlocal warned
-        if is_stopped is not None and is_stopped():
+        if is_stopped():
             claims.delete(own.id)
-            raise JobStoppedError(f"job {job!r} was stopped before it began")
+            raise JobStoppedError(f"job {own.job!r} was stopped before it began")
         if not warned:
             warned = True
             warn(
@@ -131,7 +129,7 @@ def acquire_lease(
     def begin() -> Claim:
         return acquire(own, claims, wait)
 
-    holder = begin() if is_stopped is not None else outlast_store(begin, warn, lambda: False)
+    holder = outlast_store(begin, warn, is_stopped) if trains else begin()
     if holder.id != own.id:
         raise ConfigError(
             f"{redact_url(job_folder)} is in use: {_describe_holder(holder)} writes there",
@@ -153,14 +151,17 @@ class AwaitedLease:
     thread `rayzero-lease-wait`, which ends once the lease is acquired or refused."""
 
     def __init__(
-        self, acquire: Callable[[], Lease], on_refused: Callable[[RayzeroError], object]
+        self,
+        acquire: Callable[[Callable[[], bool]], Lease],
+        on_refused: Callable[[RayzeroError], object],
     ) -> None:
         """
         Args:
-            acquire: as `acquire_lease`.
-            on_refused: called in the thread with what `acquire` raises.
+            acquire: as `acquire_lease`, with its `is_stopped`.
+            on_refused: called in the thread with what `acquire` raises, before `release`.
         """
         self._acquire = acquire
+        self._released = Event()
         self._on_refused = on_refused
         self._lease: Lease | None = None
         self._refusal: RayzeroError | None = None
@@ -179,18 +180,22 @@ class AwaitedLease:
         self.wait().check()
 
     def release(self) -> None:
-        """Releases the folder as `Lease.release`, if it is held."""
+        """Releases the folder as `Lease.release`, if it is held; else ends the wait for it."""
+        self._released.set()
         if self._lease is not None:
             self._lease.release()
 
     def _wait(self) -> None:
         try:
-            self._lease = self._acquire()
+            self._lease = self._acquire(self._released.is_set)
         except Exception as error:  # noqa: BLE001  # those who wait must see it
             self._refusal = error if isinstance(error, RayzeroError) else internal_error(error)
-            self._on_refused(self._refusal)
+            if not self._released.is_set():
+                self._on_refused(self._refusal)
         finally:
             self._decided.set()
+        if self._lease is not None and self._released.is_set():  # at the same time
+            self._lease.release()
 
 
 class Lease:

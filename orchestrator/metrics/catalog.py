@@ -58,8 +58,9 @@ def _compute_s(rank: RankMetrics) -> float | None:
 def _memory(ranks: RankMetricsTable) -> Mapping[tuple[str, ...], float]:
     return {
         (str(rank), name.removeprefix(_MEMORY_PREFIX)): nbytes
-        for rank, metrics in ranks.by_rank.items()
-        for name, nbytes in sorted(metrics.gauges().items())
+        for rank, metrics in ranks.rows
+        if metrics.report is not None
+        for name, nbytes in sorted(metrics.report.gauges().items())
         if name.startswith(_MEMORY_PREFIX)
     }
 

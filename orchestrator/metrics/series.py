@@ -99,7 +99,7 @@ def rank_series(
     """One sample for each rank."""
 
     def read_all(ranks: RankMetricsTable) -> Mapping[str, Sample]:
-        return {str(rank): read(metrics) for rank, metrics in ranks.by_rank.items()}
+        return {str(rank): read(metrics) for rank, metrics in ranks.rows}
 
     return RankSeries(name, kind, text, read_all, ("rank",))
 

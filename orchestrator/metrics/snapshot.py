@@ -128,7 +128,7 @@ def to_json(value: Any) -> bytes:
 
 def snapshot_ranks(ranks: RankMetricsTable) -> list[dict[str, Any]]:
     """The value's `ranks`, in order."""
-    return [finite_json(_rank_row(rank, ranks.by_rank[rank])) for rank in sorted(ranks.by_rank)]
+    return [finite_json(_rank_row(rank, metrics)) for rank, metrics in ranks.rows]
 
 
 def _rank_row(rank: int, metrics: RankMetrics) -> dict[str, Any]:

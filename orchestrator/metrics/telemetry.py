@@ -2,7 +2,7 @@
 
 Lifetimes: the endpoint lives from `Telemetry`'s construction to its end. The endpoint's threads
 read the counters under the lock that the controller's thread takes for each event; they hold it
-only while they copy the rows of the ranks, of which there may be thousands.
+only while they copy the table of the ranks, of which there may be thousands, without its rows.
 """
 
 from __future__ import annotations

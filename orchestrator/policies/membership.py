@@ -134,8 +134,6 @@ class WorkerRegistry(ObservedState):
         """Lost workers, and retired ones, whose reservations wait for a replacement."""
         self.awaited = 0
         """How many workers the next generation waits for now."""
-        self.start_s = 0.0
-        """How long the first workers took to start."""
         self.left_out: tuple[WorkerInfo, ...] = ()
         """Lost workers that get none before the next fault or resize: they failed as new ones."""
         self._all: dict[int, WorkerInfo] = {}

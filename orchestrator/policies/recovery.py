@@ -38,42 +38,60 @@ class FromWorkers:
 @dataclass
 class Excluded:
     """States that could not be loaded: slots by (generation, step), checkpoints by step, with what
-    the load reported."""
+    the load reported.
+
+    Args:
+        copied: of the slots, those that were copied from memory: if they cannot be loaded either,
+            memory has nothing better.
+    """
 
     versions: set[tuple[int, int]] = field(default_factory=set)
     checkpoints: dict[int, str] = field(default_factory=dict)
+    copied: set[tuple[int, int]] = field(default_factory=set)
 
     def add(self, restore: Restore, problem: str) -> None:
         self.versions |= {(slot.generation, slot.step) for slot in restore.slots}
         if restore.checkpoint:
             self.checkpoints[restore.step] = problem
 
+    def copied_again(self, restore: Restore) -> None:
+        """The slots have been copied from memory, where they may have been lost with a vault."""
+        versions = {(slot.generation, slot.step) for slot in restore.slots}
+        self.versions -= versions
+        self.copied |= versions
+
 
 def select_recovery_step(
     held: Sequence[StoredSlot],
     in_process: Mapping[int, InProcessStateInfo],
-    world_size: int,
     stored: CheckpointRef | None,
     excluded: Excluded,
 ) -> Restore | FromWorkers | None:
     """The newest step; of sources of the same step, the fastest: vaults, workers, checkpoint.
 
     Args:
-        in_process: the states in the memory of the workers that have left a generation.
-        world_size: of that generation.
+        in_process: the states in the memory of the workers that have left a generation. Those that
+            are cut for the same generation belong together.
 
     Returns:
         None if there is no state: a fresh start.
     """
-    sources: list[Restore | FromWorkers] = [
-        FromWorkers(state.step, (worker,))
-        for worker, state in in_process.items()
-        if state.whole and state.step is not None
-    ]
-    if in_process and len(in_process) == world_size:
-        # Some ranks may have ended a step that others were interrupted in.
-        common = set[int].intersection(*(state.steps for state in in_process.values()))
-        sources += [FromWorkers(step, tuple(in_process)) for step in common]
+    sources: list[Restore | FromWorkers] = []
+    cuts: defaultdict[tuple[int, int], dict[int, InProcessStateInfo]] = defaultdict(dict)
+    for worker, state in in_process.items():
+        cuts[state.generation, state.world_size][worker] = state
+    for (generation, world_size), states in cuts.items():
+        found = [
+            FromWorkers(it.step, (worker,))
+            for worker, it in states.items()
+            if it.step is not None and it.whole
+        ]
+        if len(states) == world_size:
+            # Some ranks may have ended a step that others were interrupted in.
+            common = set[int].intersection(*(state.steps for state in states.values()))
+            found += [FromWorkers(step, tuple(states)) for step in common]
+        useless = excluded.versions & excluded.copied
+        sources += [it for it in found if (generation, it.step) not in useless]
     if (restore := newest_stored(held, stored, excluded)) is not None:
         sources.insert(0 if restore.slots else len(sources), restore)
     # `max` returns the first of equals.

@@ -94,6 +94,7 @@ class FakeProcess:
     engine: bool = True
     holds_state: bool = True  # its memory has a state when its function ends
     memory_step: int | None = None  # of that state, if it is not the one that it has trained
+    cut_for: Assignment | None = None  # its shard
     in_loop: bool = False  # its function has an engine, and trains
     notes: Notes | None = None  # for the function that is called in its place
     retired: bool = False  # it was ended after its function had left
@@ -280,12 +281,13 @@ class FakeCluster:
         assert assign is not None
         crash_step = process.step + 1 if step is None else step
         process.assign = None
-        has_loaded = process.ready and kind != "state"
+        if kind == "state" and process.cut_for is assign:
+            process.cut_for = None  # it has not loaded its state
         self.send(
             worker,
             Crashed(
                 *(assign.generation, assign.rank, kind, crash_step, error, "the user's frames"),
-                memory=self._memory(process) if has_loaded else None,
+                memory=self._memory(process),
                 stays=kind == "collective" and self._stays(process),
             ),
         )
@@ -407,9 +409,11 @@ class FakeCluster:
         return process.in_loop and process.info.index not in self.leaving
 
     def _memory(self, process: FakeProcess) -> InProcessStateInfo | None:
-        has_state = process.engine and process.holds_state
-        step = process.step if process.memory_step is None else process.memory_step
-        return InProcessStateInfo(step, whole=False) if has_state else None
+        cut_for, step = process.cut_for, process.memory_step
+        if cut_for is None or not process.holds_state:
+            return None
+        step = process.step if step is None else step
+        return InProcessStateInfo(step, False, cut_for.generation, cut_for.world_size)
 
     def _unwind(self, process: FakeProcess) -> None:
         assign = process.assign
@@ -419,8 +423,7 @@ class FakeCluster:
             process.leaving = True
             return
         process.assign, process.drain, process.leaving = None, False, False
-        memory = self._memory(process) if process.ready else None
-        stays = self._stays(process)
+        memory, stays = self._memory(process), self._stays(process)
         stopped = Stopped(assign.generation, assign.rank, memory, stays, self.bound)
         self.send(process.info.index, replace(stopped, notes=process.notes))
 
@@ -449,6 +452,7 @@ class FakeCluster:
             if not self.losses_allowed:
                 assert process.step == self.committed, "a committed step was lost"
             process.ready = process.in_loop = True
+            process.cut_for = assign
             if assign.restore is None and self.mirrors:
                 self._mirror(process, assign, 0, pin=False)
             self.send(worker, joined, Restored(generation, assign.rank, process.step))
@@ -624,8 +628,11 @@ class FakeCluster:
     async def salvage(self, worker: int, vault: str, step: int) -> SlotInfo:
         await self._receive_command("salvage", worker)
         process = self.processes[worker]
-        assign = next(assign for index, assign in reversed(self.assigned) if index == worker)
-        slot = SlotInfo(assign.generation, assign.rank, assign.world_size, step, 64, pinned=False)
+        cut_for = process.cut_for
+        assert cut_for is not None
+        slot = SlotInfo(
+            cut_for.generation, cut_for.rank, cut_for.world_size, step, 64, pinned=False
+        )
         if (vault := self.vaults.by_node.get(process.info.node_id)) is None:
             raise VaultGoneError("it was killed")
         vault.slots[slot.generation, slot.rank, slot.step] = slot

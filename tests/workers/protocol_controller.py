@@ -173,13 +173,14 @@ def _select_steps(setting: Setting, model: ModelState) -> Iterator[Step]:
         (index, len(it.state)) for index, it in enumerate(workers) if it.told and it.is_member
     )
     world_size = sum(it.is_member for it in workers)
-    source = _newest(slots, left, world_size, setting.whole)
+    generation = model.controller.generation, world_size
+    source = _newest(slots, left, generation, setting.whole)
     if isinstance(source, FromWorkers):
         if all(workers[index].is_alive for index in source.workers):
             salvaged = _salvage(model, source.workers)
             yield Step("the newest step in the workers' memories is selected", salvaged)
             return
-        source = _newest(slots, (), world_size, setting.whole)
+        source = _newest(slots, (), generation, setting.whole)
     if not isinstance(source, FromWorkers):
         yield Step("the newest step in the vault is selected", _restore(model, source))
 
@@ -188,7 +189,7 @@ def _select_steps(setting: Setting, model: ModelState) -> Iterator[Step]:
 def _newest(
     slots: tuple[tuple[Slot, ...], ...],
     left: tuple[tuple[int, int], ...],
-    world_size: int,
+    cut_for: tuple[int, int],
     whole: bool,
 ) -> Base | FromWorkers | None:
     """The newest state in slots; or the workers whose memories have a newer one."""
@@ -201,8 +202,8 @@ def _newest(
                 for it in own
                 if it.generation == generation
             ]
-    in_process = {index: InProcessStateInfo(step, whole) for index, step in left}
-    source = select_recovery_step(held, in_process, world_size, None, Excluded())
+    in_process = {index: InProcessStateInfo(step, whole, *cut_for) for index, step in left}
+    source = select_recovery_step(held, in_process, None, Excluded())
     if source is None or isinstance(source, FromWorkers):
         return source
     generation = source.slots[0].generation

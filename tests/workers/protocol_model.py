@@ -20,6 +20,7 @@ from tests.workers.protocol_state import (
     ASSIGN,
     DRAIN,
     FENCE,
+    RANKS,
     WAITS,
     Base,
     Controller,
@@ -191,7 +192,7 @@ def _why_not_held(
     step: int, whole: bool, generation: int, before: Base | None, base: Base | None
 ) -> str:
     assignment = Assignment(0, 0, 0, "", generation, 0, "", 0, _restore(before))
-    left = InProcessStateInfo(step, whole)
+    left = InProcessStateInfo(step, whole, generation, RANKS)
     return why_not_held(left, assignment, _restore(base), altered=False)
 
 

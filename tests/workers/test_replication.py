@@ -161,12 +161,15 @@ def test_controllers_that_come_and_go_hold_one_thread_of_a_vault():
     waiting: list[Thread] = []
     for _ in range(VAULT_CALL_THREADS + 1):
         before = vault._asked_again
-        waiting.append(Thread(target=vault.wait_end, daemon=True))
+        attach = Attach(1, bytes([len(waiting)]))
+        waiting.append(Thread(target=vault.wait_end, args=[attach], daemon=True))
         waiting[-1].start()
         while vault._asked_again is before:
             time.sleep(0.001)
         for earlier in waiting[:-1]:
             earlier.join(LIMIT_S)
+        for earlier in range(len(waiting) - 1):
+            vault.wait_end(Attach(1, bytes([earlier])))  # it comes late, and ends nobody's wait
         assert [thread.is_alive() for thread in waiting] == [False] * (len(waiting) - 1) + [True]
     vault._asked_again.set()
     vault.close()

@@ -17,7 +17,7 @@ def restore_of(step: int, *generations: int) -> Restore:
     return Restore(step, tuple(slots))
 
 
-LEFT = InProcessStateInfo(7, whole=False)
+LEFT = InProcessStateInfo(7, False, 3, 2)
 MADE = replace(ASSIGN, generation=3, restore=restore_of(4, 2, 2))
 LOADED_ONLY = replace(ASSIGN, generation=3, restore=restore_of(7, 2, 2))
 SELECTIONS = {

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from rayzero.engine.errors import RayzeroError
-from rayzero.workers.agent.link import AgentAddress, worker_socket
+from rayzero.workers.agent.link import AgentAddress, Attach, Obedience, worker_socket
 from rayzero.workers.agent.node_agent import AgentServer
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, inject_store_faults
 from rayzero.workers.chaos.node import inject_node_fault, why_impossible
@@ -65,6 +65,7 @@ class VaultActor(Vault):
         self._own_names = job, node_id
         self._end_lock = Lock()  # Ray calls from several threads
         self._asked_again = Event()  # of the newest `wait_end`
+        self._watched_by = Obedience()
         self._peers: Mapping[str, Any] = {}
         self._fired: deque[FaultFired] = deque()
         self._faults = FaultSchedule(FaultRecord(output_dir), self._fired.append)
@@ -85,12 +86,15 @@ class VaultActor(Vault):
         self._agent.serve_workers(worker_socket(job, run, node_id))
         return AgentAddress(self.address(), host, self._agent.port, self._agent.secret)
 
-    def wait_end(self) -> None:
-        """Returns only when it is called again, as by a later controller: each call holds a thread,
-        also that of a process which has ended. Ray fails the call, with the cause, when the process
-        or its node ends."""
+    def wait_end(self, controller: Attach) -> None:
+        """Returns only when it is called again, as by a later controller, and at once for an
+        earlier one: each call holds a thread, also that of a process which has ended. Ray fails the
+        call, with the cause, when the process or its node ends."""
         asked_again = Event()
         with self._end_lock:
+            if not self._watched_by.accepts(controller):
+                return
+            self._watched_by.supersede(controller)
             self._asked_again.set()
             self._asked_again = asked_again
         asked_again.wait()

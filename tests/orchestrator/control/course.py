@@ -29,6 +29,7 @@ from rayzero.orchestrator.job_events import (
     Repaired,
     Resized,
     Resumed,
+    WorkersReady,
 )
 from rayzero.orchestrator.machine import StopRequested
 from rayzero.orchestrator.spec import CheckpointSpec, RecoverySpec, Workers
@@ -242,9 +243,7 @@ _ACTIONS: dict[str, Callable[..., object]] = {
     ),
     "switch": lambda it, *to: vars(it.cluster).update(_settings(to)),
     "slow": lambda it, command, turns: it.cluster.delays.update({command: int(turns)}),
-    "starts_took": lambda it, seconds: setattr(
-        it.job.controller._members.registry, "start_s", float(seconds)
-    ),
+    "starts_took": lambda it, seconds: it.job.events.emit(WorkersReady((), float(seconds))),
     "lose_node": lambda it, node: it.cluster.lose_node(node),
     "kill_vault": lambda it, node: it.vaults.kill(node),
     "vault_is": lambda it, node, failure: setattr(it.vaults.by_node[node], "failure", failure),

@@ -149,6 +149,10 @@ STATE = {
         aa max=4; train 3; slow store 400; join a; leave 0; leave 1; kill_vault a; slow store 0
         turns 600; vaults_opened a a; commanded salvage 0 1; train 1; members 0 1 2
         finish faults= steps_redone=0 steps=5""",
+    "a vault lost while a larger generation loads costs no step": """
+        aa max=4; train 3; join a; switch auto=false; train 1; assigned 0 1 2; kill_vault a
+        switch auto=true; crash 0 state "its vault is gone" 0; vaults_opened a a
+        commanded salvage 0 1; train 1; members 1 3 4; finish steps_redone=0 steps=6""",
     "a vault that hangs is replaced, later than one that is slow": """
         aaa max=3; train 3; vault_is a hangs; wait 60; vaults_opened a; train 1; wait 6
         vaults_closed a; vaults_opened a a; state resizing; train 1; vault vault-a-2

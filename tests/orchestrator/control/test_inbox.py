@@ -190,6 +190,7 @@ async def test_messages_come_until_worker_is_lost():
     assert harness.causes.keys() == {2}
     harness.causes[2].set_result("it died")
     assert (await harness.lost()) == {2: "it died"}
+    assert not watch._asking
     send(mail, 2, 2, HEARTBEAT)
     send(mail, 1, 2)
     assert (await watch.receive()).messages == [(1, [])]

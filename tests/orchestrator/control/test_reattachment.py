@@ -14,6 +14,7 @@ from rayzero.orchestrator.job_events import (
     Reattached,
     Repaired,
     RunAdopted,
+    WorkersReady,
 )
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.progress import StepRecord
@@ -161,3 +162,21 @@ async def test_steps_that_no_controller_has_seen_are_not_made_again(folder: Path
     assert adopted.step == 2
     assert second.restored == {5}
     assert second.controller.status().step == 6
+
+
+async def test_functions_that_are_called_again_wait_for_all_that_start(folder: Path):
+    """For twice the time that the first workers took, which the lost controller has measured."""
+    limits = {"workers": {"min": 1, "max": 3}}
+    first = await Harness(folder, FakeCluster("aaa"), unix=time.time, **limits).trained(3)
+    first.events.emit(WorkersReady((), start_s=5.0))
+    cluster = first.cluster
+    cluster.leaving, cluster.auto = {0, 1}, False
+    second = await first.succeeded_by(folder, lambda: cluster.kill(2), **limits)
+    await settle()
+    cluster.auto = True
+    for _ in range(3):
+        await second.clock.advance(4.0)
+        assert not cluster.members
+        cluster.join()
+    await settle()
+    assert [process.info.index for process in cluster.members] == [3, 4, 5]

@@ -81,7 +81,7 @@ async def test_script_goes_back_to_its_own_checkpoint(folder: Path):
 async def test_state_is_salvaged_from_survivor_if_vaults_have_none(folder: Path):
     cluster = FakeCluster(3, mirrors=False)
     harness = await Harness(folder, cluster, workers=(2, 3)).trained(5)
-    cluster._memory = lambda process: InProcessStateInfo(process.step, whole=True)  # type: ignore[method-assign]
+    cluster._memory = lambda process: InProcessStateInfo(process.step, True, 1, 3)  # type: ignore[method-assign]
 
     async def salvage(worker: int, vault: str, step: int) -> SlotInfo:
         slot = SlotInfo(1, 1, 1, step, 64, pinned=False)

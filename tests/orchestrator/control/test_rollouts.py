@@ -91,7 +91,7 @@ async def test_lost_buffer_loses_no_step_that_all_ranks_have_finished(folder: Pa
 
     def left(process: FakeProcess) -> InProcessStateInfo:
         step = process.step + (process is ahead)
-        return InProcessStateInfo(step, whole=False, copies=(step - 1, step))
+        return InProcessStateInfo(step, False, 1, 2, copies=(step - 1, step))
 
     cluster._memory = left  # type: ignore[method-assign]
     cluster.vaults.kill("a")

@@ -24,6 +24,7 @@ from rayzero.orchestrator.job.claims import (
     Claim,
     ClaimStore,
     is_process_gone,
+    new_claim,
     this_process,
 )
 from rayzero.orchestrator.job.lease import AwaitedLease, Lease, LeaseLostError, acquire_lease
@@ -38,7 +39,7 @@ def acquire(
     warn: Callable[[str], None] = print,
     on_lost: Callable[[RayzeroError], object] = print,
 ) -> Lease:
-    return acquire_lease(str(folder), "job", lease_s, warn, on_lost=on_lost)
+    return acquire_lease(str(folder), new_claim("job", lease_s), warn, on_lost=on_lost)
 
 
 def claims(folder: Path) -> list[Claim]:
@@ -70,9 +71,10 @@ def test_lease_is_exclusive_until_released(tmp_path: Path):
 
 def test_lease_of_dead_local_process_is_taken_over_immediately(tmp_path: Path):
     script = f"""
+from rayzero.orchestrator.job.claims import new_claim
 from rayzero.orchestrator.job.lease import acquire_lease
 import os, signal
-acquire_lease({str(tmp_path)!r}, "job", 3600.0, print)
+acquire_lease({str(tmp_path)!r}, new_claim("job", 3600.0), print)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
@@ -114,7 +116,7 @@ def test_lease_of_live_remote_process_is_kept(tmp_path: Path):
 def test_stop_interrupts_wait_for_lease(tmp_path: Path):
     ClaimStore(str(tmp_path)).write(Claim("0" * 16, "job", REMOTE_PROCESS, 3600.0, holds=True))
     with pytest.raises(JobStoppedError):
-        acquire_lease(str(tmp_path), "job", 60.0, print, lambda: True)
+        acquire_lease(str(tmp_path), new_claim("job", 60.0), print, lambda: True)
     assert len(claims(tmp_path)) == 1
 
 
@@ -150,7 +152,7 @@ def test_removed_job_folder_is_claimed_again(tmp_path: Path, left: str):
     """Also in the middle of `rm -rf`, which may have removed the claim first."""
     folder, removed, warnings = tmp_path / "job", threading.Event(), list[str]()
     lease = acquire_lease(
-        str(folder), "job", 60.0, warnings.append, run="7", on_removed=removed.set
+        str(folder), new_claim("job", 60.0), warnings.append, run="7", on_removed=removed.set
     )
     write_journal(folder, begun({}, run="7"))
     (old,) = claims(folder)
@@ -226,7 +228,7 @@ def test_failed_renewals_are_reported_once(tmp_path: Path, monkeypatch: pytest.M
 def test_awaited_lease_lets_nobody_write_before_it_is_held(tmp_path: Path):
     may_begin, refused = threading.Event(), list[RayzeroError]()
 
-    def begin() -> Lease:
+    def begin(is_released: Callable[[], bool]) -> Lease:
         may_begin.wait(30.0)
         return acquire(tmp_path)
 
@@ -254,7 +256,7 @@ def test_awaited_lease_lets_nobody_write_before_it_is_held(tmp_path: Path):
 def test_refused_lease_is_seen_by_all_that_wait(raised: Exception, seen: type[RayzeroError]):
     refused = list[RayzeroError]()
 
-    def fail() -> Lease:
+    def fail(is_released: Callable[[], bool]) -> Lease:
         raise raised
 
     awaited = AwaitedLease(fail, refused.append)
@@ -263,3 +265,29 @@ def test_refused_lease_is_seen_by_all_that_wait(raised: Exception, seen: type[Ra
             awaited.check()
     assert [type(it) for it in refused] == [seen]
     awaited.release()
+
+
+def test_lease_that_was_released_is_waited_for_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The store of a job that trains does not answer until the job has ended."""
+    monkeypatch.setattr(lease_module, "CLAIM_POLL_S", 0.01)
+    tries, warnings, refused = list[str](), list[str](), list[RayzeroError]()
+
+    def fail(self: ClaimStore, but: str) -> None:
+        tries.append(but)
+        raise StoreError("slow", "s3://runs", "no answer")
+
+    def begin(is_released: Callable[[], bool]) -> Lease:
+        return acquire_lease(
+            str(tmp_path), new_claim("job", 60.0), warnings.append, is_released, trains=True
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ClaimStore, "list_others", fail)
+        awaited = AwaitedLease(begin, refused.append)
+        wait_until(lambda: len(tries) > 2)
+        awaited.release()
+        with pytest.raises(JobStoppedError, match="no answer"):
+            awaited.wait()
+    assert (len(warnings), refused) == (1, [])

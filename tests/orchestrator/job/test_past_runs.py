@@ -14,6 +14,7 @@ import pytest
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.errors import JobStoppedError
+from rayzero.orchestrator.job.claims import new_claim
 from rayzero.orchestrator.job.lease import acquire_lease
 from rayzero.orchestrator.job.past_runs import (
     CHANGED_SOURCE,
@@ -132,7 +133,7 @@ def test_restart_sets_the_files_of_the_last_run_aside(tmp_path: Path, state: str
     folder, aside = tmp_path / "job", tmp_path / "job.2"
     (tmp_path / "job.1").mkdir()
     before = {str(path.relative_to(folder)) for path in folder.rglob("*")}
-    lease = acquire_lease(str(folder), "job", 60.0, print)
+    lease = acquire_lease(str(folder), new_claim("job", 60.0), print)
     past, warnings = load(a_job(tmp_path, checkpoint={"resume": "scratch"}, steps=30))
     assert past == PastRuns()
     assert f"files of its last run are now in {aside}" in warnings[0]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +19,7 @@ from rayzero.engine.checkpoint.errors import StoreError
 from rayzero.orchestrator.cluster.leftovers import Inherited
 from rayzero.orchestrator.errors import JobStoppedError
 from rayzero.orchestrator.job import lease, takeover
-from rayzero.orchestrator.job.claims import ClaimStore
+from rayzero.orchestrator.job.claims import ClaimStore, new_claim
 from rayzero.orchestrator.job.lease import AwaitedLease, acquire_lease
 from rayzero.orchestrator.job.takeover import Takeover, take_over
 from rayzero.workers.lifetimes import Owned, index_of, name_in_run, role_of
@@ -148,6 +149,24 @@ async def test_each_group_has_its_own_workers_and_reservations(
     assert ([status.info.index for status, _ in found], reservations) == own
 
 
+async def test_orders_of_a_cut_off_process_are_seen_once_agents_obey_its_successor():
+    """Between its first answer and that, a spare was begun, the ranks were renewed, one ended."""
+    workers = [Worker(0, 1, "01"), Worker(1, 1, "01"), Worker(2, 0, "role"), Worker(3, 0, "")]
+    living = await inherited(*workers).find_living("1", LIMIT_S, LIMIT_S)
+    assert living is not None
+    for worker, ordered in zip(workers, (Worker(0, 2, "01"), Worker(1, 2, "01")), strict=False):
+        worker._status = ordered._status
+    workers[2]._status = replace(workers[2]._status, number=0)
+    workers[3].ended = True
+    again = await living.ask_again(LIMIT_S)
+    assert (living.found.generation.generation, again.found.generation.generation) == (1, 2)
+    assert [status.number for status in again.found.roles] == [0]
+    assert [status.info.index for status in again.found.others] == [3], "its agent reports its end"
+    for worker in workers:
+        worker.ended = True
+    assert (await again.ask_again(LIMIT_S)).found == again.found
+
+
 class Restarted:
     """A process of a job that Ray has started again, in the job's real folder.
 
@@ -185,9 +204,13 @@ class Restarted:
                 held.release()
 
     def _begin_lease(self, trains: bool) -> AwaitedLease:
-        stopped = None if trains else lambda: self.is_stopped
         acquire = partial(
-            acquire_lease, self.plan.job_folder, "job", LIMIT_S, print, stopped, run=self.run
+            acquire_lease,
+            self.plan.job_folder,
+            new_claim("job", LIMIT_S),
+            print,
+            trains=trains,
+            run=self.run,
         )
         self._leases.append(AwaitedLease(acquire, print))
         return self._leases[0]

@@ -21,7 +21,7 @@ from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.background_writer import BackgroundWriter
 from rayzero.orchestrator.cli.app import app
 from rayzero.orchestrator.facts import EventBus, JobFacts
-from rayzero.orchestrator.job.claims import Claim, ClaimStore, this_process
+from rayzero.orchestrator.job.claims import Claim, ClaimStore, new_claim, this_process
 from rayzero.orchestrator.job.lease import acquire_lease
 from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
 from rayzero.orchestrator.job_events import Checkpointed, Repaired, StateEntered
@@ -194,15 +194,17 @@ def test_store_without_permission_is_named(words: list[str], bucket: str):
 
 def test_lease_is_exclusive(job_plan: JobPlan):
     archive = job_plan.job_folder
-    lease = acquire_lease(archive, "job", 60.0, print)
+    lease = acquire_lease(archive, new_claim("job", 60.0), print)
     with pytest.raises(ConfigError, match="is in use") as error:
-        acquire_lease(archive, "job", 60.0, print)
+        acquire_lease(archive, new_claim("job", 60.0), print)
     assert f"the process {os.getpid()} on {socket.gethostname()}" in str(error.value)
     lease.check()
     lease.release()
     assert open_store(join_url(archive, "lease")).list_folder() == []
     other_process = replace(this_process(), host="other", boot="another boot")
     ClaimStore(archive).write(Claim("0" * 16, "job", other_process, 1.0, holds=True, epoch=7))
-    lease = acquire_lease(archive, "job", 60.0, print)  # waits until that claim has expired
+    lease = acquire_lease(
+        archive, new_claim("job", 60.0), print
+    )  # waits until that claim has expired
     lease.check()
     lease.release()

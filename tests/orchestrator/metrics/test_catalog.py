@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from prometheus_client import generate_latest
@@ -19,8 +20,10 @@ from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.catalog import CATALOG, job_families, rank_families
 from rayzero.orchestrator.metrics.goodput import PHASE_CATEGORY, TimeCategory
 from rayzero.orchestrator.metrics.job_metrics import MAX_USER_METRICS, STEP_PHASES
+from rayzero.orchestrator.metrics.rank_metrics import RankMetrics, RankMetricsTable
 from rayzero.orchestrator.policies.failure import FaultCause
 from rayzero.orchestrator.spec import CheckpointSpec
+from rayzero.workers.messages import Heartbeat, StepReport
 from tests.orchestrator.metrics.simulated_job import UNIX, SimulatedJob, eventful_job
 
 Labels = tuple[tuple[str, str], ...]
@@ -253,3 +256,23 @@ def test_promtool_accepts_metrics():
         command, input=metrics_text(eventful_job()), capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_copied_ranks_stay_as_they_were():
+    """A reader has a copy while the controller counts on."""
+    ranks = RankMetricsTable()
+    ranks.start_generation(["a", "b"])
+    first = StepReport(1, 1, 1, {}, {"exposed_comm_s": 0.5, "collectives/gather/bytes": 8.0})
+    ranks.on_report(first)
+    copied = ranks.copy()
+    rows, traffic = copied.rows, dict(copied.traffic())
+    assert rows == [
+        (0, RankMetrics(None, None, "a", 0, 0)),
+        (1, RankMetrics(first, None, "b", 0.5, 0)),
+    ]
+    ranks.on_report(replace(first, step=2))
+    ranks.on_heartbeat(Heartbeat(1, 3, "forward", 0.0))
+    ranks.start_generation(["c"])
+    assert (copied.rows, dict(copied.traffic())) == (rows, traffic)
+    assert ranks.rows == [(0, RankMetrics(None, None, "c", 0, 0))]
+    assert ranks.traffic() == traffic, "of engines that are gone"

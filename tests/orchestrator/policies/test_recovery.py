@@ -25,8 +25,14 @@ def select(
     stored: CheckpointRef | None = None,
     excluded: Excluded | None = None,
 ) -> Restore | FromWorkers | None:
-    """`select_recovery_step` after a generation of two workers."""
-    return select_recovery_step(slots, in_process or {}, 2, stored, excluded or Excluded())
+    return select_recovery_step(slots, in_process or {}, stored, excluded or Excluded())
+
+
+def left(
+    step: int | None, *copies: int, whole: bool = False, generation: int = 1, world: int = 2
+) -> InProcessStateInfo:
+    """By a worker of a generation of two."""
+    return InProcessStateInfo(step, whole, generation, world, copies)
 
 
 def slot(
@@ -56,37 +62,63 @@ def test_newest_complete_step_of_the_newest_generation_is_selected():
 
 
 def test_newer_state_in_memory_is_salvaged():
-    whole = {5: InProcessStateInfo(9, whole=True)}
+    whole = {5: left(9, whole=True)}
     assert select(version(1, 8), whole) == FromWorkers(9, (5,))
     assert select(version(1, 9), whole) == Restore(9, refs(1, 9, "a", "a"))
-    shard = InProcessStateInfo(9, whole=False)
+    shard = left(9)
     assert select(in_process={4: shard, 5: shard}) == FromWorkers(9, (4, 5))
     assert select(in_process={4: shard}) is None
-    assert select(in_process={4: shard, 5: InProcessStateInfo(8, whole=False)}) is None
+    assert select(in_process={4: shard, 5: left(8)}) is None
 
 
 def test_step_that_only_some_ranks_have_ended_is_given_up():
     """The others were interrupted in it: the copies of the step before are in memory."""
-    ended = InProcessStateInfo(9, whole=False, copies=(8, 9))
-    interrupted = InProcessStateInfo(8, whole=False, copies=(7, 8))
+    ended = left(9, 8, 9)
+    interrupted = left(8, 7, 8)
     assert select(in_process={4: ended, 5: interrupted}) == FromWorkers(8, (4, 5))
-    within = InProcessStateInfo(None, whole=False, copies=(7, 8))
+    within = left(None, 7, 8)
     assert select(in_process={4: ended, 5: within}) == FromWorkers(8, (4, 5))
     assert select(version(1, 8), {4: ended, 5: within}) == Restore(8, refs(1, 8, "a", "a"))
     assert select(in_process={4: ended}) is None
-    without = InProcessStateInfo(None, whole=False)
+    without = left(None)
     assert select(in_process={4: ended, 5: without}, stored=CHECKPOINT) == Restore(
         6, checkpoint="/runs/step-6"
     )
-    whole = InProcessStateInfo(9, whole=True, copies=(8, 9))
+    whole = left(9, 8, 9, whole=True)
     assert select(in_process={4: interrupted, 5: whole}) == FromWorkers(9, (5,))
+
+
+def test_states_in_memory_are_put_together_by_the_generation_that_they_are_cut_for():
+    """The next one, of three, has ended before some of its ranks had loaded their state."""
+    assert select(in_process={4: left(9), 5: left(9)}) == FromWorkers(9, (4, 5))
+    three = {"generation": 2, "world": 3}
+    one_has = {4: left(9), 5: left(9), 6: left(9, **three)}
+    assert select(in_process=one_has) == FromWorkers(9, (4, 5))
+    assert select(in_process={4: left(9), 5: left(9, **three), 6: left(9, **three)}) is None
+    all_have = dict.fromkeys((4, 5, 6), left(9, **three))
+    assert select(in_process=all_have) == FromWorkers(9, (4, 5, 6))
+    whole = {4: left(9, whole=True), 5: left(9, whole=True, **three)}
+    assert select(in_process=whole) == FromWorkers(9, (4,))
+
+
+def test_state_in_memory_is_copied_once():
+    """One that cannot be loaded from a copy either would be copied for ever."""
+    states, excluded = {4: left(9), 5: left(9)}, Excluded()
+    lost = Restore(9, refs(1, 9, "a", "a"))
+    excluded.add(lost, "its vault was lost")
+    assert select(version(1, 9), states, CHECKPOINT, excluded) == FromWorkers(9, (4, 5))
+    excluded.copied_again(lost)
+    assert select(version(1, 9), states, CHECKPOINT, excluded) == lost
+    excluded.add(lost, "the function has no such engine")
+    restore = Restore(6, checkpoint="/runs/step-6")
+    assert select(version(1, 9), states, CHECKPOINT, excluded) == restore
 
 
 def test_newer_checkpoint_is_selected():
     restore = Restore(6, checkpoint="/runs/step-6")
     assert select(version(1, 5), stored=CHECKPOINT) == restore
     assert select(version(1, 6), stored=CHECKPOINT) == Restore(6, refs(1, 6, "a", "a"))
-    shard = InProcessStateInfo(6, whole=False)
+    shard = left(6)
     assert select(in_process={4: shard, 5: shard}, stored=CHECKPOINT) == FromWorkers(6, (4, 5))
     assert select() is None
     imported = CheckpointRef(0, "/ds")
