@@ -80,7 +80,6 @@ class GenerationSession(HostSession):
             channel.post,
             channel.interrupt,
         )
-        self._retained.copies = self._mirror.copies
         self._ledger: LedgerWriter | None = None
         if spec.ledger and not self.assignment.is_ahead:
             self._ledger = LedgerWriter(spec, self.assignment, channel.interrupt)
@@ -133,7 +132,7 @@ class GenerationSession(HostSession):
                 if source is None:
                     raise EngineError("a generation of survivors starts from a state")
                 engines.recut(source, keep=self._retained.holds_state, shares=self.shares)
-                self._retained.retain(engines.state)
+                self._retained.retain(engines.state, self._mirror.copies)
         except (CollectiveError, RuntimeError) as error:
             if not (self._channel.interrupt.is_set() or is_collective_failure(error)):
                 raise

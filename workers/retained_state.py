@@ -36,7 +36,8 @@ class RetainedState:
     def __init__(self, worker: int, device_timeout_s: float) -> None:
         self.vault: VaultClient | None = None
         self.copies: Callable[[], Mapping[int, SlotWriter]] = dict
-        """The `Mirror.copies` of the generation, which can be salvaged where its vault is lost."""
+        """The `Mirror.copies` of the generation that the engines are cut for, which can be salvaged
+        where its vault is lost."""
         self._worker = worker
         self._device_timeout_s = device_timeout_s
         self._state: CompositeState | None = None
@@ -52,20 +53,22 @@ class RetainedState:
         Continues without a vault that cannot be reached: death detection and replicas are then
         missing until the controller has started another one.
         """
-        self._assignment = assignment
-        self.copies = dict
+        self._assignment, restore = assignment, assignment.restore
+        restored = {slot.generation for slot in restore.slots} if restore is not None else set()
+        if self._cut_for is None or restored != {self._cut_for.generation}:
+            self.copies = dict  # their buffers may be others' by now
         if self._state is not None and self._cut_for is not None:
             left, altered = self.in_process_state(), self._state.altered
-            reason = why_not_held(left, self._cut_for, assignment.restore, altered=altered)
+            reason = why_not_held(left, self._cut_for, restore, altered=altered)
             if reason:
                 log.info("the state is read from the vaults, not from the engine: %s", reason)
             self.holds_state = not reason
         self._connect(assignment.vault)
 
-    def retain(self, state: CompositeState) -> None:
-        """Keeps the state of engines that were built or re-cut for the present generation, so that
-        it can be salvaged later."""
-        self._state, self._cut_for = state, self._assignment
+    def retain(self, state: CompositeState, copies: Callable[[], Mapping[int, SlotWriter]]) -> None:
+        """Keeps the state of engines that were built or re-cut for the present generation, and its
+        `Mirror.copies`, so that it can be salvaged later."""
+        self._state, self.copies, self._cut_for = state, copies, self._assignment
 
     def in_process_state(self) -> InProcessStateInfo | None:
         """The state in this process's memory, once its generation has ended; None if there is none.

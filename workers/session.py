@@ -109,7 +109,7 @@ class JobSession(GenerationSession):
             self.engine = engine
             engine.state.adopt(self.registry)
         self.engines.add(name, engine)
-        self._retained.retain(self.engines.state)
+        self._retained.retain(self.engines.state, self._mirror.copies)
         if self.engines.are_built and self._restored_in != self.assignment.generation:
             self._report_restored()
         self._own_collectives.engine_is_ready(self.engines, engine.survival)
