@@ -33,6 +33,7 @@ class Disruption:
             return. Raises NotHeldError if the job does not bear it.
         min_nodes: worker nodes that it needs.
         needs_head: whether it loses the head, which only comes back in a cluster of one node.
+        leaves_cluster: whether the job goes on in another one, whose head is never lost.
         per_episode: at most so many in an episode; 0: any number.
         at_start: may be inflicted before the first step, too.
         at_end: may be inflicted before the last step, too.
@@ -46,6 +47,7 @@ class Disruption:
     inflict: Callable[[Target, random.Random], None]
     min_nodes: int = 1
     needs_head: bool = False
+    leaves_cluster: bool = False
     per_episode: int = 0
     at_start: bool = False
     at_end: bool = False
@@ -100,6 +102,7 @@ _KINDS = (
         "pause_controller",
         "SIGSTOP to the controller until another one has taken the job over",
         hostile.pause_controller,
+        leaves_cluster=True,
         per_episode=1,
         needs_repair=False,
         why_not=hostile.why_no_second_submission,

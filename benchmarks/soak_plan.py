@@ -102,7 +102,10 @@ def _draw_stream(seed: int, number: int, nodes: int) -> dict[str, Any]:
 
 
 def _is_used_up(name: str, drawn: list[str]) -> bool:
-    return name in DISRUPTIONS and 0 < DISRUPTIONS[name].per_episode <= drawn.count(name)
+    if (disruption := DISRUPTIONS.get(name)) is None:
+        return False
+    has_left = any(it in DISRUPTIONS and DISRUPTIONS[it].leaves_cluster for it in drawn)
+    return 0 < disruption.per_episode <= drawn.count(name) or (disruption.needs_head and has_left)
 
 
 def _draw_fault(rng: random.Random, name: str, step: int, nodes: int, workers: int) -> str:

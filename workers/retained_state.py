@@ -63,7 +63,8 @@ class RetainedState:
             if reason:
                 log.info("the state is read from the vaults, not from the engine: %s", reason)
             self.holds_state = not reason
-        self._connect(assignment.vault)
+        with suppress(VaultGoneError):
+            self._connect(assignment.vault)
 
     def retain(self, state: CompositeState, copies: Callable[[], Mapping[int, SlotWriter]]) -> None:
         """Keeps the state of engines that were built or re-cut for the present generation, and its
@@ -118,10 +119,10 @@ class RetainedState:
         """
         self._connect(vault)
         memory_state, cut_for, state = self.in_process_state(), self._cut_for, self._state
-        if memory_state is None or cut_for is None or state is None or self.vault is None:
-            raise EngineError(
-                "this process has no training state to salvage, or no vault to copy it to"
-            )
+        if self.vault is None:
+            raise EngineError("this node has no vault to copy the training state to")
+        if memory_state is None or cut_for is None or state is None:
+            raise EngineError("this process has no training state to copy to its vault")
         generation, rank, world_size = cut_for.generation, cut_for.rank, cut_for.world_size
         copy = self.copies().get(step)
         if memory_state.step == step:
@@ -157,15 +158,14 @@ class RetainedState:
 
     def _connect(self, address: str) -> None:
         """Connects to another vault than the current one. The old session is closed first: its end
-        is then not reported as a death."""
+        is then not reported as a death. Raises VaultGoneError if the vault does not answer."""
         if self.vault is not None:
             if self.vault.address == address:
                 return
             self.vault.close()
             self.vault = None
         if address:
-            with suppress(VaultGoneError):
-                self.vault = VaultClient(address, self._worker)
+            self.vault = VaultClient(address, self._worker)
 
 
 def why_not_held(
