@@ -20,10 +20,11 @@ from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.catalog import CATALOG, job_families, rank_families
 from rayzero.orchestrator.metrics.goodput import PHASE_CATEGORY, TimeCategory
 from rayzero.orchestrator.metrics.job_metrics import MAX_USER_METRICS, STEP_PHASES
-from rayzero.orchestrator.metrics.rank_metrics import RankMetrics, RankMetricsTable
+from rayzero.orchestrator.metrics.rank_metrics import RankMetrics, RankMetricsTable, RankReport
 from rayzero.orchestrator.policies.failure import FaultCause
 from rayzero.orchestrator.spec import CheckpointSpec
 from rayzero.workers.messages import Heartbeat, StepReport
+from rayzero.workers.step_rows import combine
 from tests.orchestrator.metrics.simulated_job import UNIX, SimulatedJob, eventful_job
 
 Labels = tuple[tuple[str, str], ...]
@@ -263,16 +264,17 @@ def test_copied_ranks_stay_as_they_were():
     ranks = RankMetricsTable()
     ranks.start_generation(["a", "b"])
     first = StepReport(1, 1, 1, {}, {"exposed_comm_s": 0.5, "collectives/gather/bytes": 8.0})
-    ranks.on_report(first)
+    rows = combine([7], [first])
+    ranks.on_rows(rows)
     copied = ranks.copy()
-    rows, traffic = copied.rows, dict(copied.traffic())
-    assert rows == [
+    seen, traffic = copied.rows, dict(copied.traffic())
+    assert seen == [
         (0, RankMetrics(None, None, "a", 0, 0)),
-        (1, RankMetrics(first, None, "b", 0.5, 0)),
+        (1, RankMetrics(RankReport(rows, 0), None, "b", 0.5, 0)),
     ]
-    ranks.on_report(replace(first, step=2))
+    ranks.on_rows(replace(rows, step=2))
     ranks.on_heartbeat(Heartbeat(1, 3, "forward", 0.0))
     ranks.start_generation(["c"])
-    assert (copied.rows, dict(copied.traffic())) == (rows, traffic)
+    assert (copied.rows, dict(copied.traffic())) == (seen, traffic)
     assert ranks.rows == [(0, RankMetrics(None, None, "c", 0, 0))]
     assert ranks.traffic() == traffic, "of engines that are gone"
