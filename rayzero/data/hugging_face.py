@@ -25,7 +25,6 @@ _NOT_BY_SHARD = {
     "SkipExamplesIterable": "skip(), which skips other rows of the shards",
 }
 """Steps of `datasets` whose rows are not those of the shards one after the other."""
-_FILES = "rayzero.data.blocks(paths of its files), or dataset.to_parquet(path) and blocks(path)"
 
 
 def from_hf(
@@ -127,7 +126,7 @@ class HfShards:
             raise ConfigError(
                 f"shard {shard} of {self.name} has more than {MAX_SHARD_ROWS} rows, or no end",
                 "shards that fit in memory",
-                _FILES,
+                "blocks(paths of its files), or dataset.to_parquet(path) and blocks(path)",
             )
         return rows
 

@@ -239,19 +239,17 @@ class BlockCache:
     def _take_in(self, key: Key, block: BlockInMemory | None, error: Exception | None) -> None:
         """A block was read. Needs the lock."""
         del self._reading[key]
-        if key not in self._plans.get(key[0], {}):
+        plan = self._plans.get(key[0], {})
+        if key not in plan:
             return
         if error is not None:
             self._errors[key] = error
-        if block is not None:
-            self._count_read(key)
-            self._make_room(block.nbytes, in_use_too=False)
-            self._blocks[key] = block
-            self.counters.held_bytes += block.nbytes
-            self.counters.peak_bytes = max(self.counters.peak_bytes, self.counters.held_bytes)
-
-    def _count_read(self, key: Key) -> None:
-        plan = self._plans[key[0]]
+        if block is None:
+            return
+        self._make_room(block.nbytes, in_use_too=False)
+        self._blocks[key] = block
+        self.counters.held_bytes += block.nbytes
+        self.counters.peak_bytes = max(self.counters.peak_bytes, self.counters.held_bytes)
         plan[key] += 1
         if plan[key] > 1 and not self.counters.warned:
             self.counters.warned = True

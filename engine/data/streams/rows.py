@@ -79,7 +79,7 @@ class RowBatch(Sequence[dict[str, Any]]):
 
     def __getitem__(self, index: Any) -> Any:
         if not self._samples:
-            self._samples = self._place(part.samples() for part in self._parts)
+            self._samples = self.place(part.samples() for part in self._parts)
         return self._samples[index]
 
     def collate(self) -> Any:
@@ -93,7 +93,7 @@ class RowBatch(Sequence[dict[str, Any]]):
         arrays = [part.block.arrays.get(name) for part in self._parts]
         forms = {None if it is None else (it.dtype, it.shape[1:]) for it in arrays}
         if len(forms) > 1 or arrays[0] is None:
-            return default_collate(self._place(part.column(name) for part in self._parts))
+            return default_collate(self.place(part.column(name) for part in self._parts))
         batch = _allocate((len(self), *arrays[0].shape[1:]), arrays[0].dtype)
         for part in self._parts:
             array = part.block.arrays[name]
@@ -107,7 +107,7 @@ class RowBatch(Sequence[dict[str, Any]]):
         is_number = batch.ndim == 1 and wide is not None  # of Python, where it is a sample's
         return torch.from_numpy(batch.astype(wide, copy=False) if is_number else batch)
 
-    def _place(self, values: Iterable[Sequence[Any]]) -> list[Any]:
+    def place(self, values: Iterable[Sequence[Any]]) -> list[Any]:
         """The values of each part's rows, at their positions."""
         placed: list[Any] = [None] * len(self)
         for part, own in zip(self._parts, values, strict=True):
@@ -138,7 +138,12 @@ def column_values(column: pa.ChunkedArray, rows: Integers) -> list[Any]:
         return [make(view[begin:end]) for begin, end in zip(begins, ends, strict=True)]
     taken = column.take(pa.array(rows))
     if _has_numbers(kind):
-        return [_number_list(scalar) for scalar in taken]
+        return [
+            np.array(values.to_numpy(zero_copy_only=False))
+            if (values := it.values) is not None and not values.null_count
+            else it.as_py()
+            for it in taken
+        ]
     return taken.to_pylist()  # type: ignore[no-any-return]
 
 
@@ -171,10 +176,3 @@ def _has_numbers(kind: pa.DataType) -> bool:
     if not is_list and not pa.types.is_fixed_size_list(kind):
         return False
     return bool(pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type))
-
-
-def _number_list(scalar: Any) -> Any:
-    values = scalar.values
-    if values is None or values.null_count:
-        return scalar.as_py()
-    return np.array(values.to_numpy(zero_copy_only=False))

@@ -14,7 +14,7 @@ import numpy as np
 from rayzero.engine.data.sample_source import Register, SampleSource
 from rayzero.engine.data.sampling import Integers, MicroBatch, StepSplit, TrainingProgress
 from rayzero.engine.data.streams.block import BlockSource, describe_block
-from rayzero.engine.data.streams.cache import BlockCache, ReadAhead
+from rayzero.engine.data.streams.cache import BlockCache, Key, ReadAhead
 from rayzero.engine.data.streams.identity import check_identity
 from rayzero.engine.data.streams.mixture import MixSchedule
 from rayzero.engine.data.streams.order import BlockOrder, Places, StreamOrder
@@ -174,19 +174,15 @@ class StreamSource(SampleSource):
         places = self._order.places(step + part.start, part.read_count)
         by_block = _split_by_block(places)
         self._enter_windows(step, by_block)
-        parts: list[BlockRows] = []
-        raws: list[Any] = [None] * part.read_count
+        parts: list[tuple[Key, BlockRows]] = []  # a block twice, where an epoch ends
         for (source, _), own in by_block.items():
-            block = int(places.blocks[own[0]])
-            in_memory = self.cache.get((source, block), check)
-            parts.append(BlockRows(in_memory, places.rows[own], own))
-            if self.maker is not None:
-                for position, raw in zip(
-                    own.tolist(), self._take_rows(source, block, parts[-1]), strict=True
-                ):
-                    raws[position] = raw
+            key = source, int(places.blocks[own[0]])
+            parts.append((key, BlockRows(self.cache.get(key, check), places.rows[own], own)))
         numbers = places.numbers.tolist()
-        return numbers, RowBatch(parts) if self.maker is None else raws
+        batch = RowBatch([rows for _, rows in parts])
+        if self.maker is None:
+            return numbers, batch
+        return numbers, batch.place(self._take_rows(*key, rows) for key, rows in parts)
 
     def take_counts(self) -> dict[str, dict[str, int]]:
         """Returns, by source, the `samples` of the step that this rank has just finished, and what
