@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from numbers import Integral, Real
 from typing import Any
 
@@ -276,11 +277,12 @@ _FOREIGN = {"fp16_opt_level"}
 _PATHS = {*KEYS, *(name.old for name in OLD_NAMES)}
 
 
-def _names_in(section: str) -> set[str]:
+@cache
+def _names_in(section: str) -> frozenset[str]:
     prefix = f"{section}." if section else ""
-    return {
+    return frozenset(
         path.removeprefix(prefix).partition(".")[0] for path in _PATHS if path.startswith(prefix)
-    }
+    )
 
 
 def drop_unknown(document: dict[str, Any]) -> list[str]:

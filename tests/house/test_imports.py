@@ -102,6 +102,40 @@ def is_noun_as_fix(node: ast.AST) -> bool:
     )
 
 
+TORCH_PRIVATE = (
+    "_C _dynamo _distributed_c10d _world _functorch _execution_engine _disable_current_modes "
+    "_abort_process_group _orig_mod _compiled_call_impl"
+).split()
+PATCHED_LIBRARIES = ("torch", "accelerate", "transformers", "atexit")
+
+
+def is_private_api(node: ast.AST) -> bool:
+    names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+    names += [node.attr] if isinstance(node, ast.Attribute) else []
+    return not {*names}.isdisjoint(TORCH_PRIVATE)
+
+
+def patches_a_library(module: Module) -> list[str]:
+    """Assignments to attributes of what a library's import has given."""
+    names = {
+        alias.asname or alias.name.partition(".")[0]
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ImportFrom | ast.Import)
+        and (getattr(node, "module", None) or node.names[0].name).startswith(PATCHED_LIBRARIES)
+        for alias in node.names
+    }
+    assigned = [it for it in ast.walk(module.tree) if isinstance(it, ast.Assign)]
+    lines = []
+    for node in assigned:
+        for target in node.targets:
+            root: ast.AST = target
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if root is not target and isinstance(root, ast.Name) and root.id in names:
+                lines.append(f"{node.lineno}")
+    return lines
+
+
 # {what modules do: (how it is found, {which may: why}, sources that do it, one that does not)}
 RULES: dict[str, tuple[Callable[[Module], list[str]], dict[str, str], tuple[str, ...], str]] = {
     "import ray": (
@@ -178,6 +212,18 @@ RULES: dict[str, tuple[Callable[[Module], list[str]], dict[str, str], tuple[str,
         },
         ("device.type == 'cuda'", "'nccl' in name"),
         "backend = 'nccl'",
+    ),
+    "use torch's private API": (
+        found(is_private_api),
+        {"rayzero.engine.torch_private": "`test_torch_private.py` tests each use"},
+        ("import torch\ntorch._C.x", "from torch.distributed.distributed_c10d import _world"),
+        "import torch\ntorch.compile",
+    ),
+    "patch a library": (
+        patches_a_library,
+        {},
+        ("import torch\ntorch.ones = f", "from torch import nn as n\nn.Linear.forward = f"),
+        "import torch\nx.torch = y.torch = torch.ones",
     ),
     "have assertions, which `python -O` removes": (
         found(lambda node: isinstance(node, ast.Assert)),

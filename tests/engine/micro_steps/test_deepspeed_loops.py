@@ -125,7 +125,8 @@ def run_loops(
     return outcomes
 
 
-STAGES_OF = {"own batches": [0, 1, 2, 3], "batches of the loader": [1, 3]}
+STAGES_OF = {"own batches": [0, 1, 2, 3], "batches of the loader": [1]}
+"""A loader does not know the stage; beyond the first, `no_sync` is refused."""
 
 
 @cache
