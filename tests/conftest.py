@@ -28,6 +28,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.leftovers import Run
 from tests.support.nccl_like.settings import VARIABLE, NcclLike
+from tests.support.processes import preload_libraries
 from tests.support.sharing import ByFileScheduling, start_rank
 
 RUN = Run()
@@ -49,7 +50,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The environment tells all processes that the tests start."""
+    """Prepares all processes that the tests start."""
+    if str(config.option.markexpr).startswith("slow"):
+        preload_libraries()
     if config.getoption("--nccl-like"):
         os.environ.setdefault(VARIABLE, NcclLike().text())
 

@@ -154,8 +154,8 @@ def _forked_arguments(arguments: Sequence[str]) -> list[str]:
     for word in arguments:
         if word.startswith(_CONTEXT):
             context = json.loads(word.removeprefix(_CONTEXT))
-            variables = context.pop("env_vars")
-            executable = context.pop("py_executable")
+            variables = context.pop("env_vars", {})
+            executable = context.pop("py_executable", sys.executable)
             if executable != sys.executable or any(context.values()):
                 raise ValueError("the worker's runtime environment has more than variables")
             for name, value in variables.items():

@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ import ray
 
 from tests.house.source import commands
 from tests.huggingface.runs import DDP_LOSSES, recorded
+from tests.integration.command_server import CommandServer
 from tests.scripts.together import FILES, HERE, RUNS
 from tests.support.forking import fork_server
 
@@ -36,12 +38,14 @@ def cluster() -> Iterator[str]:
         ray.shutdown()
 
 
+def variables(cluster: str) -> dict[str, str]:
+    return {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1", "RAY_ADDRESS": cluster}
+
+
 def run(command: list[str], cluster: str, folder: Path) -> str:
     """What it has printed."""
-    variables = {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1", "RAY_ADDRESS": cluster}
-    done = subprocess.run(
-        command, cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=500
-    )
+    env = os.environ | variables(cluster)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, (command, (done.stdout + done.stderr)[-4000:])
     return done.stdout
 
@@ -106,9 +110,10 @@ def test_launch_commands_of_the_guides_run_as_written(cluster: str, tmp_path: Pa
     launched = [line for line in lines if line.startswith("rayzero launch ")]
     launched = [line for line in launched if "--autotuning" not in line]
     assert len(launched) >= 5
-    for line in launched:
-        words = shlex.split(line, comments=True)[1:]
-        printed = run([sys.executable, "-m", "rayzero", *words], cluster, tmp_path)
+    with closing(CommandServer(os.environ | variables(cluster), tmp_path)) as server:
+        done = {line: server.run(*shlex.split(line, comments=True)[1:]) for line in launched}
+    for line, ran in done.items():
+        assert ran.returncode == 0, (line, (ran.stdout + ran.stderr)[-4000:])
         stage = 3 if "--stage 3" in line else 2 if "ds_config" in line else "ds.json" in line
         epochs = 3 if "--epochs 3" in line else 1
-        assert f"stage {int(stage)} epochs {epochs}\n" in printed, (line, printed)
+        assert f"stage {int(stage)} epochs {epochs}\n" in ran.stdout, (line, ran.stdout)

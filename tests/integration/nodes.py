@@ -22,8 +22,8 @@ class Nodes:
     """
 
     def __init__(self) -> None:
-        self._node_args = {"object_store_memory": 80 * 2**20}
-        unused = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+        self._node_args = {"object_store_memory": 80 * 2**20, "include_log_monitor": False}
+        unused = {"include_dashboard": False, "no_monitor": True}
         head = {"num_cpus": 0, **unused, **self._node_args}
         self._cluster = Cluster(True, head_node_args=head)
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level="ERROR")

@@ -18,7 +18,7 @@ from rayzero.orchestrator.spec import Workers
 from tests.integration.jobs.steady import ENGINE
 from tests.orchestrator.support import EventLog
 
-TIMEOUT_S = 200
+TIMEOUT_S = 400
 START_S = 3.0
 """How long a new worker's function takes to come to its engine."""
 

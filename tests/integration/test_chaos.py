@@ -37,7 +37,7 @@ from tests.integration.steady_job import (
 )
 from tests.orchestrator.support import EventLog
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 CHECKPOINT_INTERVAL, LAST_STEP = 40, 200
 STORE_FAULTS = [

@@ -29,7 +29,7 @@ TIMEOUT_S = 240
 # Of the files: a checkpoint soon, a port that other tests do not use, steps that leave CPU time.
 HERE = "tests/integration/test_guide_sessions.py"
 ADDRESS = r"http://(HOST|127\.0\.0\.1):8265"
-PACED = ("engine.step()", "engine.step(); __import__('time').sleep(0.05)")
+PACED = ("engine.step()", "engine.step(); __import__('time').sleep(0.15)")
 SOONER = [("every_steps: 500", "every_steps: 20"), ("port: 9400", "port: 0"), PACED]
 
 

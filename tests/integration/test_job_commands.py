@@ -18,7 +18,7 @@ from tests.integration.command_server import CommandServer
 from tests.integration.jobs.steady import ENGINE
 from tests.support.token_head import TokenHead, wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 200
 

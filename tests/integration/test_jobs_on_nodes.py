@@ -24,7 +24,7 @@ from tests.integration.nodes import Nodes
 from tests.integration.steady_job import latest_step, running_job, wait_for, world_size
 from tests.orchestrator.support import EventLog
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def test_job_moves_off_drained_node_survives_lost_node_and_is_resized(nodes: Nodes, tmp_path: Path):

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import uuid
 from contextlib import suppress
@@ -16,12 +15,11 @@ import psutil
 
 from rayzero.orchestrator.cluster.local_cluster import ForkServer, kill_trees
 from rayzero.workers.fork_server import ADDRESS_VARIABLE
-from tests.support.forking import RAY_WITH_FORKS
+from tests.support.forking import ray_start
 from tests.support.ports import free_ports
 from tests.support.token_head import OBJECT_STORE_BYTES, ROOT, START_TIMEOUT_S, wait_for
 
 _MARK = "RAYZERO_DURABLE_HEAD"
-_RAY = str(Path(sys.executable).parent / "ray")
 _STARTED = "Ray runtime started"
 START_ATTEMPTS = 4
 """Ray gives its own processes 30 s to start, which they may miss on a busy machine."""
@@ -61,10 +59,12 @@ class DurableHead:
         self.start_head()
         for number in range(nodes):
             ip = f"--node-ip-address=127.0.0.{2 + number}"
-            words = (f"--address={self.address}", ip, f"--num-cpus={cpus}")
+            log = "--include-log-monitor=false"
+            words = (f"--address={self.address}", ip, f"--num-cpus={cpus}", log)
             env = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
             env[ADDRESS_VARIABLE] = self._fork_server.address
-            self._others.append(self._start(f"node-{number}", words, RAY_WITH_FORKS, **env))
+            ray = ray_start(forks=True)
+            self._others.append(self._start(f"node-{number}", words, ray, **env))
 
     def start_head(self, as_other_machine: bool = False) -> None:
         """Also the lost one, which finds what the cluster was in its store.
@@ -84,7 +84,7 @@ class DurableHead:
             boot_id = self._session / "boot_id"
             boot_id.write_text(f"{uuid.uuid4()}\n")
             other = (*_UNSHARE, "sh", "-c", _BIND, str(boot_id))
-        self._head = self._start("head", words, (*other, _RAY), **self._store)
+        self._head = self._start("head", words, (*other, *ray_start(forks=False)), **self._store)
 
     def lose_head(self, but: int | None = None) -> None:
         """SIGKILL to all of the head's processes, one excepted."""
@@ -126,7 +126,7 @@ class DurableHead:
     ) -> subprocess.Popen[bytes]:
         path = self._folder / f"{name}.log"
         store = f"--object-store-memory={OBJECT_STORE_BYTES}"
-        command = [*ray, "start", "--block", "--disable-usage-stats", store, *words]
+        command = [*ray, "--block", "--disable-usage-stats", store, *words]
 
         def has_answered() -> bool:
             return process.poll() is not None or _STARTED in path.read_text()

@@ -15,16 +15,25 @@ import pytest
 from rayzero.orchestrator.cluster.local_cluster import ForkServer
 from rayzero.workers.fork_server import ADDRESS_VARIABLE, SETUP_SCRIPT
 
-_START = f"""
+_START = """
 import sys
-from ray._private import ray_constants
-ray_constants.SETUP_WORKER_FILENAME = {SETUP_SCRIPT!r}
+from ray._private import node, ray_constants
+node.Node.start_ray_client_server = lambda self: None
+if sys.argv[1]:
+    ray_constants.SETUP_WORKER_FILENAME = sys.argv[1]
+sys.argv[:2] = ["ray"]
 from ray.scripts.scripts import main
-sys.argv[0] = "ray"
 main()
 """
-RAY_WITH_FORKS = (sys.executable, "-c", _START)
-"""As the program `ray`, for `ray start` with the fork server's address in its environment."""
+
+
+def ray_start(*, forks: bool) -> tuple[str, ...]:
+    """As the words `ray start`, but without a server for Ray's client, which takes a CPU second.
+
+    Args:
+        forks: whether the environment has the address of a fork server.
+    """
+    return sys.executable, "-c", _START, SETUP_SCRIPT if forks else "", "start"
 
 
 @contextmanager

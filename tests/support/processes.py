@@ -7,20 +7,29 @@ server has no threads, so forking from it is safe.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from multiprocessing import get_context
 from typing import Any
 
 PROCESSES = get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    [
-        "pytest",
-        "torch._dynamo",
-        "rayzero.workers.worker",
-        "tests.support.nccl_like.install",
-        "tests.workers.recovery_jobs",
-        "tests.support.ranks",
-    ]
-)
+_PRELOADED = [
+    "pytest",
+    "torch._dynamo",
+    "rayzero.workers.worker",
+    "tests.support.nccl_like.install",
+    "tests.workers.recovery_jobs",
+    "tests.support.ranks",
+]
+_LIBRARIES = ["scipy.optimize", "datasets", "PIL.Image", "boto3"]
+"""What transformers, accelerate and peft import. Not sklearn, whose forks leave semaphores, and not
+these themselves, which look for deepspeed when they are imported."""
+PROCESSES.set_forkserver_preload(_PRELOADED)
+
+
+def preload_libraries() -> None:
+    """For the slow tests, many of whose processes import transformers. Before the first process."""
+    installed = [name for name in _LIBRARIES if find_spec(name.partition(".")[0])]
+    PROCESSES.set_forkserver_preload([*_PRELOADED, *installed])
 
 
 def start_forked(function: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> None:

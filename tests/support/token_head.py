@@ -21,7 +21,7 @@ import psutil
 
 from rayzero.orchestrator.cluster.local_cluster import ForkServer
 from rayzero.workers.fork_server import ADDRESS_VARIABLE
-from tests.support.forking import RAY_WITH_FORKS
+from tests.support.forking import ray_start
 from tests.support.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,12 +36,14 @@ def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> float
     Raises:
         TimeoutError: the condition did not become true.
     """
-    start_s = time.monotonic()
+    start_s = asked_s = time.monotonic()
     while not condition():
-        waited_s = time.monotonic() - start_s
-        if waited_s > timeout_s:
+        now_s = time.monotonic()
+        if now_s - start_s > timeout_s:
             raise TimeoutError(f"{what}: not within {timeout_s:g} s")
-        time.sleep(0.05 if waited_s < 5 else 0.2)  # polling loads the polled process
+        # Polling loads the polled process, and a command takes half a CPU second.
+        time.sleep(max(0.05 if now_s - start_s < 5 else 0.2, 2 * (now_s - asked_s)))
+        asked_s = time.monotonic()
     return time.monotonic() - start_s
 
 
@@ -97,16 +99,16 @@ class TokenHead:
         start_s = time.monotonic()
         # A short path: it holds Ray's sockets, whose paths are limited to 107 characters.
         self.session = Path(tempfile.mkdtemp(prefix="rz-", dir="/tmp"))
-        port, dashboard, client, agent = free_ports(4)
+        port, dashboard, agent = free_ports(3)
         self.address, self.dashboard = f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
         command = [
-            *(RAY_WITH_FORKS if self._fork_server is not None else (self._ray,)),
-            *("start", "--head", "--block", "--disable-usage-stats"),
+            *ray_start(forks=self._fork_server is not None),
+            *("--head", "--block", "--disable-usage-stats"),
             *("--no-monitor", "--include-log-monitor=false"),  # rayzero uses neither
             *("--include-dashboard=true", "--dashboard-host=127.0.0.1"),
             *("--node-ip-address=127.0.0.1", f"--num-cpus={self._cpus}"),
             *(f"--port={port}", f"--dashboard-port={dashboard}"),
-            *(f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}"),
+            f"--dashboard-agent-listen-port={agent}",
             *(f"--temp-dir={self.session}", f"--object-store-memory={OBJECT_STORE_BYTES}"),
         ]
         with (self.folder / "head.log").open("ab") as log:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from importlib import import_module
 from operator import attrgetter
+from pathlib import Path
 
 import pytest
+import ray
+from ray._private.parameter import RayParams
+from ray._private.runtime_env.context import RuntimeEnvContext
 
 PRIVATE = """
 ray._private.node: Node.start_api_server Node.get_logs_dir_path
@@ -27,3 +31,12 @@ def test_private_ray_api_exists(line: str) -> None:
     module, _, names = line.partition(": ")
     for name in names.split():
         attrgetter(name)(import_module(module))
+
+
+def test_script_that_prepares_workers_can_be_replaced() -> None:
+    """`workers/fork_server.py` does what it does, for an environment that has only variables."""
+    assert hasattr(RayParams(), "setup_worker_path")
+    assert (Path(ray.__file__).parent / "_private/workers/setup_worker.py").exists()
+    context = vars(RuntimeEnvContext())
+    assert {name for name, value in context.items() if value} == {"py_executable"}
+    assert "env_vars" in context
