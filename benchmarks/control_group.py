@@ -144,6 +144,9 @@ class SimulatedGroup:
     async def runs(self, node_id: str, pid: int) -> bool:
         return False  # `kill` has ended it
 
+    async def inspect(self, node_id: str, pid: int) -> str:
+        return ""
+
     async def unpin(self, node_id: str, generation: int, step: int) -> None:
         pass
 
