@@ -25,7 +25,8 @@ def check_train_dataset(
 ) -> None:
     """`Trainer()`. Raises ConfigError for training data that a DataLoader cannot read."""
     data = args[3] if len(args) > 3 else options.get("train_dataset")
-    can_read = isinstance(data, IterableDataset) or hasattr(data, "__getitem__")
+    is_map_style = hasattr(data, "__getitem__") and not isinstance(data, str)
+    can_read = isinstance(data, IterableDataset) or is_map_style
     if data is not None and not can_read:
         raise ConfigError(
             f"Trainer(train_dataset=...) got a {type(data).__name__}",

@@ -40,6 +40,7 @@ def test_dataset_that_trainer_cannot_read_is_refused() -> None:
         (SOURCE, r"train_dataset: rayzero\.data\.stream\(source\)"),
         (ITERABLE, r"train_dataset: rayzero\.data\.stream\(source\), of from_hf"),
         (shard, r"train_dataset: rayzero\.data\.from_ray\(dataset\)"),
+        ("a/*.parquet", r"train_dataset: rayzero\.data\.stream\(rayzero\.data\.blocks\(paths\)\)"),
     ]:
         with pytest.raises(ConfigError, match=fix):
             check_train_dataset(SESSION, init, None, train_dataset=wrong)

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, DistributedSampler, RandomSampler
 
 from rayzero.engine.data.sample_source import Register
 from rayzero.engine.data.sampling import TrainingProgress
+from rayzero.engine.data.streams.block import BlockSource
 from rayzero.engine.data.streams.source import BlockStream, StreamSource
 from rayzero.engine.data.way_out import way_out
 from rayzero.engine.errors import ConfigError
@@ -87,7 +88,7 @@ class StreamSampler(DistributedSampler[Any]):
     those of that epoch, in which the samples have another order."""
 
     def __init__(self, stream: StreamDataset, num_replicas: int = 1, rank: int = 0) -> None:
-        if not hasattr(stream, "__len__"):
+        if isinstance(stream, BlockSource):
             seen = f"StreamSampler() got a {type(stream).__name__}"
             raise ConfigError(seen, "a stream", f"give it {way_out(stream)}")
         super().__init__(stream, num_replicas, rank, shuffle=False)
@@ -99,8 +100,11 @@ class StreamSampler(DistributedSampler[Any]):
 
 
 def check_sampler(loader: Any) -> None:
-    """Raises ConfigError if a DataLoader reads a stream in random order: each of its blocks would
-    be read for a few rows at a time."""
+    """Raises ConfigError if a DataLoader has a source, which has no positions; or reads a stream in
+    random order: each of its blocks would be read for a few rows at a time."""
+    if isinstance(loader.dataset, BlockSource):
+        seen = f"a DataLoader got a {type(loader.dataset).__name__}"
+        raise ConfigError(seen, "a stream", f"give it {way_out(loader.dataset)}")
     own = loader.sampler
     shuffles = (
         own.shuffle if isinstance(own, DistributedSampler) else isinstance(own, RandomSampler)

@@ -69,6 +69,7 @@ def test_samples_of_a_step_are_those_that_a_loader_reads(folder: Path) -> None:
 def test_errors_name_what_is_wrong(folder: Path) -> None:
     assert "no files at" in inspect(folder / "none", code=1)
     assert "--step is given without a batch size" in inspect(folder, "--step", 1, code=2)
+    assert "less than or equal" in inspect(folder, "--step", 10**20, "--batch", 4, code=2)
     assert "no columns ['m']" in inspect(folder, "--columns", "n,m", code=1)
     assert "did you mean 'parquet'" in inspect(folder, "--format", "parket", code=2)
     (folder / "1.parquet").write_bytes(b"PAR1")

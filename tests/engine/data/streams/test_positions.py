@@ -129,3 +129,5 @@ def test_random_order_is_refused() -> None:
         stream[-1]
     with pytest.raises(ConfigError, match=r"got a MemorySource.*\n.*\n.*data\.stream\(source\)"):
         StreamSampler(MemorySource([1]))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"got a MemorySource.*\n.*\n.*data\.stream\(source\)"):
+        check_sampler(DataLoader(MemorySource([1])))  # type: ignore[arg-type]
