@@ -42,8 +42,8 @@ def why_impossible(fault: FaultSpec, is_controller_node: bool, controller_networ
     if is_controller_node:
         return "the job's controller runs on that node, and would be lost with it"
     if fault.kind == "drop_node":
-        name = _process_name(os.getppid())
-        return "" if name == "raylet" else f"the vault's parent is {name!r}, not the node's raylet"
+        name = _process_name(_raylet())
+        return "" if name == "raylet" else f"the node's raylet is not known: found {name!r}"
     if network_id() == controller_network:
         return "that node shares its network with the job's controller"
     return _why_no_partition()
@@ -59,11 +59,16 @@ def inject_node_fault(fault: FaultSpec) -> None:
         case "kill_vault":
             os.kill(os.getpid(), signal.SIGKILL)
         case "drop_node":
-            _kill_node(os.getppid())
+            _kill_node(_raylet())
         case "partition":
             _partition_network(fault.seconds)
         case _:
             raise EngineError(f"{fault} is not a fault of a node")
+
+
+def _raylet() -> int:
+    """The process that Ray names to its workers; it is not the parent of one that is forked."""
+    return int(os.environ.get("RAY_RAYLET_PID", os.getppid()))
 
 
 def _kill_node(raylet: int) -> None:

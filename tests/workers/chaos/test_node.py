@@ -38,8 +38,11 @@ def test_faults_of_controllers_node_are_rejected():
         assert "the job's controller runs on that node" in why_impossible(fault, True, "")
 
 
-def test_node_fault_requires_raylet_as_parent():
-    assert "not the node's raylet" in why_impossible(DROP, False, "")
+def test_node_is_dropped_by_its_raylet_only(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_RAYLET_PID", str(os.getpid()))
+    assert "raylet is not known: found" in why_impossible(DROP, False, "")
+    monkeypatch.delenv("RAY_RAYLET_PID")
+    assert "raylet is not known: found" in why_impossible(DROP, False, "")
 
 
 def test_network_shared_with_controller_is_not_partitioned(monkeypatch: pytest.MonkeyPatch):
