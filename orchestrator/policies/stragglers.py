@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from statistics import median
@@ -28,6 +28,8 @@ class _WorkerSamples:
         self.shares_per_s: deque[float] = deque(maxlen=WINDOW_STEPS)
         self.median_s: float | None = None
         """Of `compute_s`, once there are enough steps."""
+        self.turn = 0
+        """The last one in which it finished a step."""
         self.slow = False
         self.contrary_steps = 0
         """Number of steps in a row that contradict `slow`."""
@@ -47,18 +49,20 @@ class SpeedTracker:
 
     def __init__(self) -> None:
         self._workers: defaultdict[int, _WorkerSamples] = defaultdict(_WorkerSamples)
-        self._sorted_medians_s: list[float] = []
-        """The medians of all workers that have one, kept sorted: thousands of workers read them."""
+        self._turn = 0
+        self._medians_s: list[float] = []
+        """The medians of all workers when the turn began, in order. A turn is about a step: it ends
+        when a worker finishes its second one. So thousands of workers sort them once a step."""
 
     def start_generation(self, members: tuple[int, ...]) -> None:
         """A generation of these workers, by rank, begins. Workers that stay keep their state, but
         times are measured anew because the split of the samples may have changed."""
         for worker in self._workers.keys() - set(members):
             del self._workers[worker]
-        self._sorted_medians_s.clear()
         for record in self._workers.values():
             record.compute_s.clear()
             record.median_s = None
+        self._begin_turn()
 
     def add_step(self, worker: int, compute_s: float) -> str:
         """A worker of this generation finished a step, for whose even share it takes `compute_s`.
@@ -73,11 +77,11 @@ class SpeedTracker:
         record.shares_per_s.append(1 / compute_s)
         if len(record.compute_s) < WINDOW_STEPS:
             return ""
-        if record.median_s is not None:
-            del self._sorted_medians_s[bisect_left(self._sorted_medians_s, record.median_s)]
-        others_s = _median_of_sorted(self._sorted_medians_s)
+        if record.turn == self._turn:
+            self._begin_turn()
+        record.turn = self._turn
+        others_s = _median_without(self._medians_s, record.median_s)
         record.median_s = median(record.compute_s)
-        insort(self._sorted_medians_s, record.median_s)
         if others_s is None or not record.changes_after(record.median_s, others_s):
             return ""
         times = f"{record.median_s:.3f} s per step, the others {others_s:.3f} s"
@@ -85,6 +89,11 @@ class SpeedTracker:
             return f"worker {worker} is no longer slow: {times}"
         ratio = record.median_s / others_s
         return f"worker {worker} is {ratio:.1f} times slower than the others: {times}"
+
+    def _begin_turn(self) -> None:
+        self._turn += 1
+        medians_s = (record.median_s for record in self._workers.values())
+        self._medians_s = sorted(median_s for median_s in medians_s if median_s is not None)
 
     def shares_per_s(self, workers: Sequence[int]) -> tuple[float | None, ...]:
         """Even shares of a step per compute second; None for a worker with too few steps."""
@@ -97,8 +106,11 @@ class SpeedTracker:
         )
 
 
-def _median_of_sorted(ordered: Sequence[float]) -> float | None:
-    middle = len(ordered) // 2
-    if not ordered:
+def _median_without(ordered: Sequence[float], own: float | None) -> float | None:
+    """The median of numbers in order, without one of them, `own`; None if no other is left."""
+    count = len(ordered) - (own is not None)
+    if count == 0:
         return None
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    skipped = count if own is None else bisect_left(ordered, own)
+    low, high = (ordered[it + (it >= skipped)] for it in ((count - 1) // 2, count // 2))
+    return (low + high) / 2
