@@ -41,10 +41,9 @@ DIVISIONS = (1, 4)
 LOOKS = 10 if REPAIRS >= 40 else 3
 MOST_MORE = {"descriptors": 4, "threads": 2, "mappings": 4, "shared_bytes": 1 << 20}
 """A mirror, or the release of a slot, may be running."""
-MOST_OBJECTS = (
-    300 if from_environment() else 30
-)  # a batch that is read ahead is two, with its storage
-"""Of Python, more at the end: those of a mirror, which runs beside training on NCCL's semantics."""
+MOST_OBJECTS = 300 if from_environment() else 30
+"""Python objects, more at the end: a batch that is read ahead is two, with its storage; those of a
+mirror, which runs concurrently with training on NCCL's semantics."""
 MOST_KB_PER_REPAIR = 64
 """Of host memory, in the second half: as many steps without repairs take half of that."""
 pytestmark = pytest.mark.slow
