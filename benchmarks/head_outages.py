@@ -75,9 +75,10 @@ def train(ctx: Context) -> None:
     engine, _, loader, _ = ctx.initialize(model=make_model(ctx.seed), training_data=Points())
     with (ctx.output_dir / f"marks-{os.getpid()}.txt").open("a", buffering=1) as marks:
         for x, y in loader.until(ctx.steps):
+            before = engine.progress.step
             engine.backward(mse_loss(engine(x), y))
             engine.step()
-            if engine.progress.micro_step == 0:
+            if engine.progress.step > before:  # else it was given up, as when the job is stopped
                 mark = Mark(
                     time.time(), ctx.generation, engine.progress.step, ctx.rank, ctx.world_size,
                     os.getpid(),
