@@ -66,6 +66,11 @@ class _TimeoutFuture:
         self._timeout = timeout
 
     def done(self) -> bool:
+        """Whether the timeout's block has ended."""
+        try:
+            self._timeout.reschedule(None)
+        except RuntimeError:
+            return True
         return False
 
     def set_result(self, _: None) -> None:
@@ -104,8 +109,9 @@ class VirtualClock:
         self.on_idle()
         while self._sleepers and self._sleepers[0][0] <= end:
             self._now, _, future = heapq.heappop(self._sleepers)
-            if not future.done():
-                future.set_result(None)
+            if future.done():
+                continue  # nobody waits: an `on_idle` that sends messages would make more of these
+            future.set_result(None)
             await settle()
             self.on_idle()
         self._now = end
