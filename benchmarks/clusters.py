@@ -44,7 +44,7 @@ class BenchmarkCluster:
 
 @contextmanager
 def connect_to_durable_cluster(
-    cpus: int, nodes: int = 1, store: str = "rocksdb"
+    cpus: int, nodes: int = 1, store: str = "rocksdb", has_controller_node: bool = False
 ) -> Iterator[DurableHead]:
     """Start a cluster whose head can be lost, with this process as its driver, on the first node.
     Arguments as of `DurableHead`."""
@@ -52,7 +52,7 @@ def connect_to_durable_cluster(
     _set_environment()
     with (
         tempfile.TemporaryDirectory(prefix="cluster-") as folder,
-        closing(DurableHead(Path(folder), cpus, nodes, store)) as head,
+        closing(DurableHead(Path(folder), cpus, nodes, store, has_controller_node)) as head,
     ):
         ray.init(address=head.address, _node_ip_address=NODE_IP, **QUIET)
         stop_error_printer()

@@ -134,6 +134,8 @@ class SimulatedGroup:
     async def draining_nodes(self) -> frozenset[str]:
         return frozenset()
 
+    async def leave_nodes(self, draining: frozenset[str]) -> None: ...
+
     async def open(self, node_ids: Sequence[str]) -> dict[str, str]:
         return {node: f"/vault/{node}" for node in node_ids}
 

@@ -1,14 +1,15 @@
 """Outages of a cluster's head: what a job loses while the head is away, and once it is back.
 
     python -m benchmarks.head_outages --away 3,30,200 --times 10 --seed 1 --json outages.json
-    python -m benchmarks.head_outages --store redis --away 30 --times 10
+    python -m benchmarks.head_outages --store redis --away 30 --times 10 --controller-node
 
 A job of three workers on two raylets trains; at random moments all processes of the head are killed
 (SIGKILL, its GCS and the job's own process among them), and it is started again after so many
 seconds. During every other outage a worker is killed, too. The steps are those that the training
-functions write down after `engine.step()`, the order of samples is that of the ledger. The exit
-code is 1 if a finished step was done again, a rank ended that was not killed, two controllers had
-streams to agents, or anything outlives the job.
+functions write down after `engine.step()`, the order of samples is that of the ledger. With
+`--controller-node` the job's process has a third node to itself, where it is not killed: a repair
+does not wait for the head. The exit code is 1 if a finished step was done again, a rank ended that
+was not killed, two controllers had streams to agents, or anything outlives the job.
 """
 
 from __future__ import annotations
@@ -155,7 +156,9 @@ class Course:
         ranks, controllers = self._ranks(), self._head.processes("ray::JobActor")
         outage.lost_s = time.time()
         self._head.lose_head()
-        self._wait(lambda: not controllers & self._head.processes("ray::JobActor"), "the end")
+        outlives = self._head.has_controller_node
+        if not outlives:
+            self._wait(lambda: not controllers & self._head.processes("ray::JobActor"), "the end")
         if kills_worker:
             time.sleep(self._rng.uniform(0.1, 0.9) * away_s)
             killed = self._rng.choice(self._ranks())
@@ -170,15 +173,23 @@ class Course:
             self._head.start_head()
             started.set()
             gcs.join(TIMEOUT_S)
-            self._wait(lambda: self._reattached_s() > outage.lost_s, "a re-attachment")
-            outage.reattached_s = self._reattached_s()
-            processes = map(psutil.Process, self._head.processes("ray::JobActor"))
-            new = max(processes, key=psutil.Process.create_time)
-            outage.process_s = new.create_time()
-            outage.cpu_s = sum(new.cpu_times()[:2])
+            if outlives:
+                self._wait(lambda: len(self._ranks()) == WORKERS, "the replacement")
+            else:
+                self._await_reattachment(outage)
             self._wait_for_step()
         outage.ended = len({*ranks} - self._head.processes("ray::WorkerActor"))
+        if outlives:
+            outage.ended += len(controllers - self._head.processes("ray::JobActor"))
         return outage
+
+    def _await_reattachment(self, outage: Outage) -> None:
+        self._wait(lambda: self._reattached_s() > outage.lost_s, "a re-attachment")
+        outage.reattached_s = self._reattached_s()
+        processes = map(psutil.Process, self._head.processes("ray::JobActor"))
+        new = max(processes, key=psutil.Process.create_time)
+        outage.process_s = new.create_time()
+        outage.cpu_s = sum(new.cpu_times()[:2])
 
     def _wait_for_step(self) -> None:
         """Until two more steps are finished."""
@@ -243,7 +254,8 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[list[Outage], list[s
     """The outages, and what was not as it must be."""
     outages: list[Outage] = []
     own, problems = folder / JOB, []
-    with connect_to_durable_cluster(CPUS, NODES, options.store) as head:
+    cluster = connect_to_durable_cluster(CPUS, NODES, options.store, options.controller_node)
+    with cluster as head:
         handle = make_job(folder, options.seed, options.pause_s).submit()
         course = Course(head, handle, own, options.seed)
         try:
@@ -263,7 +275,7 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[list[Outage], list[s
     if len(outages) < len(options.away) * options.times:
         problems.append(f"only {len(outages)} outages")
     if (ended := sum(it.ended for it in outages)) > 0:
-        problems.append(f"{ended} ranks ended that were not killed")
+        problems.append(f"{ended} processes ended that were not killed")
     streams = course.streams
     if streams.most != 1 or streams.looks < len(outages):
         problems.append(f"{streams.most} controllers were obeyed in {streams.looks} looks")
@@ -294,6 +306,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the moments, and of the job")
     text = "seconds that each step waits (default: %(default)s)"
     parser.add_argument("--pause-s", type=float, default=0.2, metavar="S", help=text)
+    text = "a node for the job's process, which so outlives the head"
+    parser.add_argument("--controller-node", action="store_true", help=text)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the result to this file")
     options = parser.parse_args(arguments)
     options.away = [float(text) for text in options.away.split(",")]
@@ -314,6 +328,7 @@ def main(arguments: list[str]) -> int:
     print(*(problems or ["nothing lost, nothing left"]), sep="\n")
     if options.json:
         report = machine | {"store": options.store, "seed": options.seed, "problems": problems}
+        report["controller_node"] = options.controller_node
         report["outages"] = [asdict(it) for it in outages]
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     if problems:

@@ -34,12 +34,14 @@ class Outage:
         worker_s: a worker was killed; 0: none was.
         process_s: Ray has begun to start a process for the job again.
         cpu_s: processor time of that process until it was seen to have the workers.
-        reattached_s: the job's new process has the workers, by the journal.
-        ended: ranks that ended, and were not killed.
+        reattached_s: the job's new process has the workers, by the journal; 0: it has outlived the
+            head.
+        ended: ranks, and processes of the job that outlive the head, which ended and were not
+            killed.
         alone: steps that were finished until the head was back.
         redone: finished steps that were done again, until the next outage.
-        stopped_s: longest time without a finished step; with a worker killed, only from the
-            re-attachment on: a repair needs the controller.
+        stopped_s: longest time without a finished step; with a worker and the controller killed,
+            only from the re-attachment on: a repair needs the controller.
     """
 
     away_s: float
@@ -56,8 +58,8 @@ class Outage:
 
     @property
     def back_s(self) -> float:
-        """Seconds from the head's return to the re-attachment."""
-        return self.reattached_s - self.gcs_s
+        """Seconds from the head's return to the re-attachment; 0 without one."""
+        return max(0.0, self.reattached_s - self.gcs_s)
 
 
 def read_marks(folder: Path) -> list[Mark]:
@@ -105,10 +107,10 @@ def judge(outages: list[Outage], marks: list[Mark], ended_s: float) -> None:
     finished = [at_s for at_s, _, _ in finished_steps(marks)]
     redone = redone_steps(marks)
     for outage, next_s in zip(outages, [*(it.lost_s for it in outages[1:]), ended_s], strict=True):
-        until_s = outage.worker_s or outage.gcs_s
+        until_s = (outage.reattached_s and outage.worker_s) or outage.gcs_s
         outage.alone = sum(outage.lost_s < at_s < until_s for at_s in finished)
         outage.redone = sum(outage.lost_s <= at_s < next_s for at_s, _ in redone)
-        begin_s = outage.reattached_s if outage.worker_s else outage.lost_s
+        begin_s = (outage.worker_s and outage.reattached_s) or outage.lost_s
         last_s = max((at_s for at_s in finished if at_s < next_s), default=next_s)
         outage.stopped_s = longest_pause_s(finished, begin_s, max(last_s, begin_s))
 

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -19,6 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.cluster import ray_api
+from rayzero.orchestrator.cluster.head_calls import HeadCalls
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.errors import WorkerLostError
 from rayzero.orchestrator.policies.placement import Capacity, ResourceRequest, preferred_nodes
@@ -97,11 +99,13 @@ class ActorPool:
         self.role = setup.role if isinstance(setup, RoleWorkerSpec) else ""
         self._clock = clock
         self._vaults = vaults
+        self._head: HeadCalls = vaults.head
         self._actor = ray.remote(actor)
         self._reservations: list[Reservation] = []
         self._workers: dict[int, WorkerHandle] = {}
         self._indices = indices
         self._capacities: dict[str, Capacity] = {}  # of the nodes that were alive when last asked
+        self._adjusting = asyncio.Lock()
 
     def __contains__(self, worker: WorkerHandle) -> bool:
         return self._workers.get(worker.index) is worker
@@ -126,7 +130,7 @@ class ActorPool:
 
     async def held_by_other_jobs(self) -> dict[str, Capacity]:
         """CPUs and GPUs in the reservations of the cluster's other jobs, by the job's name."""
-        table = await asyncio.to_thread(placement_group_table)
+        table = await self._head(placement_group_table)
         held: dict[str, Capacity] = {}
         for entry in table.values():
             owned = parse_owned(entry["name"])
@@ -160,17 +164,18 @@ class ActorPool:
 
     async def reserve(self, number: int, need: ResourceRequest) -> None:
         """Requests more reservations, preferably on the nodes that are in use."""
-        cluster = await asyncio.to_thread(ray_api.node_snapshot)
+        cluster = await self._head(ray_api.node_snapshot)
         in_use = set((await self._granted()).values())
         for target in preferred_nodes(number, need, cluster.free, in_use):
-            self._reservations.append(Reservation(self._request(need, target, ())))
+            self._reservations.append(Reservation(await self._request(need, target, ())))
 
     async def adjust(self, most: int, need: ResourceRequest) -> None:
         """Requests missing reservations, or removes surplus ones without an announced worker."""
-        surplus = sum(not reservation.draining for reservation in self._reservations) - most
-        if surplus < 0:
-            await self.reserve(-surplus, need)
-            return
+        async with self._adjusting:  # else two would both request what is missing
+            surplus = sum(not reservation.draining for reservation in self._reservations) - most
+            if surplus < 0:
+                await self.reserve(-surplus, need)
+                return
         unoccupied = self.unoccupied[::-1][:surplus]
         for reservation in unoccupied:
             self._remove_reservation(reservation)
@@ -184,18 +189,20 @@ class ActorPool:
         if not any(reservation.available_at_s <= now_s for reservation in self.unoccupied):
             return []
         granted = await self._granted()
-        draining = await asyncio.to_thread(ray_api.draining_node_ids)
+        capacities = self._capacities
+        draining = await self._head(ray_api.draining_node_ids)
         started = []
         for reservation in self.unoccupied:  # may have changed meanwhile
             node = granted.get(reservation)
             if node is None or reservation.available_at_s > self._clock.now():
                 continue
             if node in reservation.avoid_nodes | draining:
-                remove_placement_group(reservation.group)
-                reservation.group = self._request(need, None, reservation.avoid_nodes | draining)
+                await self._move(reservation, need, reservation.avoid_nodes | draining)
                 continue
             self._vaults.start(node)
-            started.append(self._start(reservation, node, need))
+            worker = await self._start(reservation, node, need, capacities[node])
+            if worker is not None:
+                started.append(worker)
         return started
 
     async def wait_started(self, worker: WorkerHandle) -> None:
@@ -226,23 +233,25 @@ class ActorPool:
             ray.kill(worker.actor)
             self._remove_reservation(worker.reservation)
         await ray_api.wait_gone(worker.actor.describe for worker in workers)
+        await self._head.settle(ray_api.GONE_TIMEOUT_S)
 
     async def remove_all(self) -> None:
-        await self.remove(self.workers)
         for reservation in tuple(self._reservations):
-            self._remove_reservation(reservation)
+            if reservation.worker not in self._workers:
+                self._remove_reservation(reservation)
+        await self.remove(self.workers)
 
     def _remove_reservation(self, reservation: Reservation) -> None:
         if reservation in self._reservations:
             self._reservations.remove(reservation)
-            remove_placement_group(reservation.group)
+            self._head.post(remove_placement_group, reservation.group)
 
     async def _granted(self) -> dict[Reservation, str]:
         """The granted reservations, each with its node's id."""
         if not self._reservations:
             return {}
-        table = await asyncio.to_thread(placement_group_table)
-        alive = self._capacities = await asyncio.to_thread(ray_api.node_capacities)
+        table = await self._head(placement_group_table)
+        alive = self._capacities = await self._head(ray_api.node_capacities)
         granted = {}
         for reservation in self._reservations:
             entry = table.get(reservation.group.id.hex())
@@ -253,14 +262,15 @@ class ActorPool:
                 granted[reservation] = node
         return granted
 
-    def _request(
+    async def _request(
         self, need: ResourceRequest, target: str | None, avoid: Collection[str]
     ) -> PlacementGroup:
         """Ray supports a soft target node with STRICT_PACK only; with one bundle all strategies are
         equal."""
         bundle = {"CPU": need.cpus} | ({"GPU": need.gpus} if need.gpus else {})
         avoid_label = {_NODE_LABEL: f"!in({','.join(sorted(avoid))})"}
-        group: PlacementGroup = placement_group(
+        request = partial(
+            placement_group,
             [bundle],
             strategy="STRICT_PACK",
             name=self._name(secrets.token_hex(8)),
@@ -268,15 +278,30 @@ class ActorPool:
             _soft_target_node_id=target,
             bundle_label_selector=[avoid_label] if avoid else None,
         )
-        return group
+        return await self._head(request)
 
-    def _start(self, reservation: Reservation, node_id: str, need: ResourceRequest) -> WorkerHandle:
-        threads = need.threads or self._capacities[node_id].cpus_per_gpu
-        index = next(self._indices)
-        actor = self._actor.options(
+    async def _move(
+        self, reservation: Reservation, need: ResourceRequest, avoid: Collection[str]
+    ) -> None:
+        """Requests a reservation without a worker again, elsewhere."""
+        self._head.post(remove_placement_group, reservation.group)
+        group = await self._request(need, None, avoid)
+        if reservation in self._reservations:
+            reservation.group = group
+        else:
+            self._head.post(remove_placement_group, group)
+
+    async def _start(
+        self, reservation: Reservation, node_id: str, need: ResourceRequest, node: Capacity
+    ) -> WorkerHandle | None:
+        """None if the reservation was removed meanwhile, and with it what was started in it."""
+        threads = need.threads or node.cpus_per_gpu
+        index = reservation.worker = next(self._indices)
+        options = self._actor.options(
             name=self._name(str(index)),
             namespace=NAMESPACE,
             lifetime="detached",
+            get_if_exists=True,  # a request that was given up may have been received
             num_cpus=need.cpus,
             num_gpus=need.gpus,
             max_concurrency=ACTOR_THREADS,
@@ -286,10 +311,11 @@ class ActorPool:
             ),
             runtime_env={"env_vars": {**need.env, "OMP_NUM_THREADS": str(threads)}},
         )
-        process = actor.remote(self._worker_spec, index, self._vaults.orphan_s)
-        worker = WorkerHandle(index, process, reservation, node_id)
-        self._workers[index] = worker
-        reservation.worker = index
+        start = partial(options.remote, self._worker_spec, index, self._vaults.orphan_s)
+        process = await self._head(start)
+        if reservation not in self._reservations:
+            return None
+        worker = self._workers[index] = WorkerHandle(index, process, reservation, node_id)
         return worker
 
     def _name(self, name: str) -> str:

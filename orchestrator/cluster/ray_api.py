@@ -47,13 +47,15 @@ _HEAD_RESOURCE = "node:__internal_head__"  # a resource that Ray gives the head'
 ON_HEAD = {_HEAD_RESOURCE: 0.001}
 """The resources of a detached actor on the head's node. One placed by the node's id could not start
 again on a head that comes back: its node has another id."""
+CONTROLLER_RESOURCE = "rayzero_controller"
+"""A custom resource of the nodes that are there for the processes of jobs."""
 _LOOPBACK = "127.0.0.1"
 _CONNECT_RETRIES = {
     "raylet_client_connect_timeout_milliseconds": 20,
     "raylet_client_num_connect_attempts": 500,
 }
 """By default every second: the raylet's first try, of its own object store, often is too early."""
-_GONE_TIMEOUT_S = 3.0
+GONE_TIMEOUT_S = 3.0
 _PING_INTERVAL_S = 0.05
 _EXIT_DETAIL = re.compile(r"Worker exit detail: (.*?)(?: Some common causes include|$)")
 
@@ -259,6 +261,15 @@ def head_node_id() -> str | None:
     return None
 
 
+def controller_resources() -> dict[str, float]:
+    """The resources of the actor that is a job's process: on a node that offers
+    `CONTROLLER_RESOURCE`, so that it outlives the head; where none does, on the head."""
+    for node in ray.nodes():  # type: ignore[no-untyped-call]
+        if node["Alive"] and CONTROLLER_RESOURCE in node["Resources"]:
+            return {CONTROLLER_RESOURCE: 0.001}
+    return ON_HEAD
+
+
 def ask_nodes(
     question: Callable[[], T], nodes: Iterable[str], limit_s: float
 ) -> dict[str, T | RayError]:
@@ -300,7 +311,7 @@ async def wait_gone(methods: Iterable[Any]) -> None:
     """Waits, at most 3 s, until none of some killed actors responds. `methods`: one without side
     effects of each actor."""
     with suppress(TimeoutError):
-        async with asyncio.timeout(_GONE_TIMEOUT_S):
+        async with asyncio.timeout(GONE_TIMEOUT_S):
             await asyncio.gather(*map(_wait_unreachable, methods))
 
 

@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rayzero.orchestrator.cluster.head_calls import HeadCalls
 from rayzero.orchestrator.cluster.node_links import NodeLink, WorkerMail
 from rayzero.orchestrator.cluster.ray_api import ACTOR_LOST, death_cause, wait_gone
 from rayzero.orchestrator.cluster.worker_commands import WorkerCommands
@@ -40,12 +41,13 @@ class _NodeVault:
     """A node's vault.
 
     Args:
+        actor: None until it is started.
         opening: makes its stream. It is not cancelled, which would cancel those that wait: the end
             of the process or of the stream ends it.
         life: waits for its end by Ray, which knows the cause, and for a later controller.
     """
 
-    actor: Any
+    actor: Any = None
     address: AgentAddress | None = None
     link: NodeLink | None = None
     opening: asyncio.Task[str] = field(init=False)
@@ -59,7 +61,8 @@ class _NodeVault:
             self.life.cancel()
         if self.link is not None:
             self.link.end(VaultLostError(cause))
-        ray.kill(self.actor)  # it may live: Ray could not reach it for a while
+        if self.actor is not None:  # it may live: Ray could not reach it for a while
+            ray.kill(self.actor)
 
 
 class VaultGroup:
@@ -86,6 +89,8 @@ class VaultGroup:
         self.orphan_s = orphan_s
         self._faults = spec.faults
         self._attach = Attach(epoch, os.urandom(16))
+        self.head = HeadCalls()
+        """Also for the workers' groups."""
         self.mail = WorkerMail()
         """The messages of workers on nodes with a vault."""
         self.commands = WorkerCommands(self._attach, self._link_of)
@@ -110,7 +115,7 @@ class VaultGroup:
         for vault in vaults:
             with suppress(ValueError):  # it has ended
                 node = vault.what.removeprefix(VAULT).rpartition("-")[0]
-                self._begin(node, vault.actor())
+                self._begin(node, _NodeVault(vault.actor()))
         opened = [asyncio.shield(it.opening) for it in self._vaults.values()]
         answers = [asyncio.wait_for(it, _START_TIMEOUT_S) for it in opened]
         replies = await asyncio.gather(*answers, return_exceptions=True)
@@ -127,16 +132,18 @@ class VaultGroup:
         if node_id in self._vaults:
             return
         spec, what = self._spec, f"{VAULT}{node_id}-{secrets.token_hex(4)}"
-        actor = self._actor.options(
+        options = self._actor.options(
             name=owned_name(spec.name, spec.run, what),
             namespace=NAMESPACE,
             lifetime="detached",
+            get_if_exists=True,  # a request that was given up may have been received
             num_cpus=0,
             max_concurrency=VAULT_CALL_THREADS,
             max_restarts=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        vault = actor.remote(
+        start = partial(
+            options.remote,
             spec.name,
             node_id,
             self._faults,
@@ -144,12 +151,14 @@ class VaultGroup:
             self.orphan_s,
             self._health_limit_s,
         )
-        self._begin(node_id, vault)
+        self._begin(node_id, _NodeVault(), start)
 
-    def _begin(self, node_id: str, actor: Any) -> None:
-        """Begins to make the stream of a vault."""
-        vault = self._vaults[node_id] = _NodeVault(actor)
-        vault.opening = asyncio.create_task(self._open_stream(node_id, vault))
+    def _begin(
+        self, node_id: str, vault: _NodeVault, start: Callable[[], Any] | None = None
+    ) -> None:
+        """Begins to make the stream of a vault, which is started first."""
+        self._vaults[node_id] = vault
+        vault.opening = asyncio.create_task(self._open_stream(node_id, vault, start))
         vault.opening.add_done_callback(_retrieve)
 
     async def open(self, node_ids: Sequence[str]) -> dict[str, str]:
@@ -214,7 +223,7 @@ class VaultGroup:
         vault = self._vaults.pop(node_id, None)
         if vault is not None:
             vault.end("it was closed")
-            await wait_gone([vault.actor.usage])
+            await _wait_gone([vault])
 
     async def release(self) -> None:
         """Ends all vaults. May be called at any time, repeatedly."""
@@ -222,7 +231,7 @@ class VaultGroup:
         self._vaults, self._shared_peers = {}, {}
         for vault in vaults:
             vault.end("it was closed")
-        await wait_gone(vault.actor.usage for vault in vaults)
+        await _wait_gone(vaults)
 
     async def _of_link(self, node_id: str, request: Callable[[NodeLink], Awaitable[Any]]) -> Any:
         vault = self._vaults.get(node_id)
@@ -253,7 +262,14 @@ class VaultGroup:
         vault = self._vaults.get(node_id)
         return None if vault is None else vault.link
 
-    async def _open_stream(self, node_id: str, vault: _NodeVault) -> str:
+    async def _open_stream(
+        self, node_id: str, vault: _NodeVault, start: Callable[[], Any] | None
+    ) -> str:
+        if start is not None:
+            vault.actor = await self.head(start)
+        if vault.ended:
+            ray.kill(vault.actor)
+            raise VaultLostError("it was closed")
         vault.address = await vault.actor.open.remote(self._spec.run)
         if vault.ended:
             raise VaultLostError("it was closed")
@@ -296,7 +312,8 @@ class VaultGroup:
 
     async def _share_peers(self) -> None:
         """Gives every vault the handles of the others, if they have changed since last time."""
-        vaults = {node: vault.actor for node, vault in self._vaults.items()}
+        started = ((node, it.actor) for node, it in self._vaults.items())
+        vaults = {node: actor for node, actor in started if actor is not None}
         if vaults == self._shared_peers:
             return
         calls = []
@@ -311,6 +328,10 @@ class VaultGroup:
         except ACTOR_LOST as error:
             raise VaultLostError(death_cause(error)) from None
         self._shared_peers = vaults
+
+
+async def _wait_gone(vaults: Iterable[_NodeVault]) -> None:
+    await wait_gone(vault.actor.usage for vault in vaults if vault.actor is not None)
 
 
 def _retrieve(done: asyncio.Future[Any]) -> None:

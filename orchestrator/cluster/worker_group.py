@@ -225,11 +225,9 @@ class WorkerGroup:
         return await self._watch.receive()
 
     async def draining_nodes(self) -> frozenset[str]:
-        """Asks the cluster for the nodes that it drains or is about to lose; returns their ids, and
-        leaves them."""
-        draining = await asyncio.to_thread(ray_api.draining_node_ids)
-        await self.leave_nodes(draining)
-        return draining
+        """Asks the cluster's head for the ids of nodes that it drains or is about to lose. Waits
+        for it without limit; can be cancelled."""
+        return await self._vaults.head(ray_api.draining_node_ids)
 
     async def leave_nodes(self, draining: Collection[str]) -> None:
         """Requests another reservation for each one on these nodes; the old one is removed with
@@ -291,7 +289,7 @@ class WorkerGroup:
         """Requests all reservations and starts workers in the granted ones. Returns when there are
         as many as fit, or enough and no further one within `_EXTRA_WORKER_WAIT_S`."""
         need = self._resources
-        cluster = await asyncio.to_thread(ray_api.node_snapshot)
+        cluster = await self._vaults.head(ray_api.node_snapshot)
         total = total_fit(cluster.all_capacities, need)
         if not self._can_grow and total < need.min_workers:
             raise cluster_too_small_error(
@@ -314,13 +312,13 @@ class WorkerGroup:
                 raise await self._cluster_too_small(workers)
             if workers < need.min_workers and now_s - said_s >= WAITING_INTERVAL_S:
                 said_s = now_s
-                cluster = await asyncio.to_thread(ray_api.node_snapshot)
+                cluster = await self._vaults.head(ray_api.node_snapshot)
                 on_waiting(await self._missing(cluster, workers))
             await self._clock.sleep(_ACQUIRE_INTERVAL_S)
 
     async def _cluster_too_small(self, workers: int) -> JobFailedError:
         """The error, with the job's own reservations counted as free."""
-        cluster = await asyncio.to_thread(ray_api.node_snapshot)
+        cluster = await self._vaults.head(ray_api.node_snapshot)
         need, free = self._resources, cluster.total_free
         usable = Capacity(free.cpus + workers * need.cpus, free.gpus + workers * need.gpus)
         missing = await self._missing(cluster, workers)
@@ -358,7 +356,7 @@ class WorkerGroup:
         if worker not in self._pool:  # it was removed meanwhile
             self._started.put_nowait(worker)
             return
-        names = await asyncio.to_thread(ray_api.node_names)
+        names = await self._vaults.head(ray_api.node_names)
         node = worker.node_id
         info = WorkerInfo(worker.index, node, names.get(node, node), "", 0)
         delay_s = self._pool.start_failed(worker)
@@ -367,7 +365,7 @@ class WorkerGroup:
 
     async def _adjust(self) -> None:
         """To what is wanted when the cluster has answered: calls may overtake each other."""
-        cluster = None if self._can_grow else await asyncio.to_thread(ray_api.node_snapshot)
+        cluster = None if self._can_grow else await self._vaults.head(ray_api.node_snapshot)
         most = self._resources.max_workers
         if cluster is not None:
             most = min(most, total_fit(cluster.all_capacities, self._resources))

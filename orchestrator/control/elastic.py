@@ -27,6 +27,9 @@ JOIN_BATCH_S = 0.5
 DRAIN_POLL_INTERVAL_S = 2.0
 """How often the cluster is asked for draining nodes."""
 
+HEAD_LIMIT_S = 10.0
+"""After this time without an answer the cluster's head counts as away."""
+
 
 @dataclass(eq=False)
 class ElasticScaler:
@@ -100,13 +103,33 @@ class ElasticScaler:
     async def _watch_draining_nodes(self) -> None:
         registry = self._members.registry
         while True:
-            draining = await self._workers.draining_nodes()
+            if (draining := await self._draining_nodes()) is None:
+                continue
+            await self._workers.leave_nodes(draining)
             for node in sorted(draining - registry.draining_nodes):
                 for name in {w.node for w in registry.ready if w.node_id == node}:
                     self._events.warn(f"node {name} is draining: its work moves to other nodes")
             if draining != registry.draining_nodes:
                 registry.draining_nodes = draining
             await self._loop.sleep(DRAIN_POLL_INTERVAL_S)
+
+    async def _draining_nodes(self) -> frozenset[str] | None:
+        """None if the cluster's head does not answer, which is said, and when it does again."""
+        registry = self._members.registry
+        try:
+            draining = await self._loop.within(HEAD_LIMIT_S, self._workers.draining_nodes())
+        except TimeoutError:
+            if registry.head_answers:
+                self._events.warn(
+                    f"the cluster's head has not answered for {HEAD_LIMIT_S:g} s: training goes "
+                    "on, and lost workers are replaced once it answers"
+                )
+            registry.head_answers = False
+            return None
+        if not registry.head_answers:
+            self._events.warn("the cluster's head answers again")
+        registry.head_answers = True
+        return draining
 
     async def _propose_resizes(self) -> None:
         """Asks for a resize when there is a reason, once for each generation."""

@@ -166,6 +166,15 @@ class WorkerInbox:
             now_s - heard_at_s.get(it, now_s) + silent_s.get(it, 0.0) > limit_s for it in workers
         )
 
+    def excuse_cut_off(self) -> None:
+        """Counts workers as heard whose node has lost its agent while the cluster's head, without
+        which no other one can be started, does not answer: they train on."""
+        registry, now_s = self._members.registry, self._loop.now_s()
+        if not registry.head_answers:
+            agents = self._members.vault_addresses
+            cut_off = {it.index for it in registry.ready if it.node_id not in agents}
+            self._last_heard_s |= dict.fromkeys(cut_off & self._last_heard_s.keys(), now_s)
+
     def expire_silent(self) -> None:
         """Reports workers as lost whose processes have been silent for too long."""
         limit_s = WORKER_POLL_S + self._patience_s + SILENCE_GRACE_S

@@ -211,10 +211,11 @@ class MemberSelection:
                 f"{registry.present_limits.least_above(len(registry.ready))} workers are left: "
                 f"waiting up to {limit_s:g} s for replacements (workers.start_timeout_s)"
             )
-            if not await self._loop.wait_for(
+            while not await self._loop.wait_for(
                 limit_s, lambda: registry.select_members() is not None
             ):
-                raise not_enough_error(len(registry.ready), registry.present_limits, limit_s)
+                if registry.head_answers:  # else nobody could start them
+                    raise not_enough_error(len(registry.ready), registry.present_limits, limit_s)
         if len(registry.ready) < wanted:
             limit_s = 2 * self._events.facts.start_s
             await self._loop.wait_for(limit_s, lambda: len(registry.ready) >= wanted)

@@ -1,4 +1,4 @@
-"""A client's side of a job's process, a detached Ray actor on the head node, and of its log."""
+"""A client's side of a job's process, a detached Ray actor, and of its log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ray.exceptions import (
 from ray.util import list_named_actors
 
 from rayzero.engine.errors import RayzeroError, first_line
-from rayzero.orchestrator.cluster.ray_api import ON_HEAD, death_cause, head_node_id
+from rayzero.orchestrator.cluster.ray_api import controller_resources, death_cause, head_node_id
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.job.actor import JobActor
 from rayzero.orchestrator.job.log import LogPosition, read_log
@@ -31,8 +31,8 @@ Ts = TypeVarTuple("Ts")
 
 MAX_RESTARTS = 20  # how often Ray restarts a job's process; each time it adopts its own run
 CALL_TIMEOUT_S = 15.0  # limit for a reply of a job's process, which a recovery may keep busy
-HEAD_TASK_TIMEOUT_S = 60.0
-"""Limit for a task on the head node, which may have to start a worker process first."""
+LOG_TASK_TIMEOUT_S = 60.0
+"""Limit for a task on another node, which may have to start a worker process first."""
 LOG_POLL_S = 0.5
 _MAX_CONCURRENT_CALLS = 1000  # each subscriber always has one waiting in the job's process
 
@@ -63,7 +63,7 @@ class JobProcess:
             num_cpus=0,
             max_concurrency=_MAX_CONCURRENT_CALLS,
             max_restarts=MAX_RESTARTS,
-            resources=ON_HEAD,
+            resources=controller_resources(),
         )
         return cls(name, actor.remote(plan, can_grow))
 
@@ -116,8 +116,8 @@ def read_job_log(
 ) -> Iterator[bytes]:
     """A job's log in parts from its beginning: by the process of a running job to the log's current
     end, or with `follow` to the job's end; after that from a disk of this machine or else of the
-    head node. A part is empty where there is no more yet. Raises JobFailedError if neither the
-    process nor the head node answers."""
+    node for jobs' processes. A part is empty where there is no more yet. Raises JobFailedError if
+    neither the process nor that node answers."""
     position = LogPosition()
     while process is not None:
         try:
@@ -131,7 +131,7 @@ def read_job_log(
                 return
             time.sleep(LOG_POLL_S)
     file = Path(path)
-    read = read_log if file.is_file() else _read_log_on_head
+    read = read_log if file.is_file() else _read_log_remotely
     while True:
         part, position = read(file, position)
         if not part:
@@ -139,18 +139,18 @@ def read_job_log(
         yield part
 
 
-def _read_log_on_head(path: Path, position: LogPosition) -> tuple[bytes, LogPosition]:
+def _read_log_remotely(path: Path, position: LogPosition) -> tuple[bytes, LogPosition]:
     if not ray.is_initialized():
         raise JobFailedError("the connection to the cluster is closed")
     if head_node_id() is None:
         raise JobFailedError("the cluster has no live head node")
-    task = ray.remote(read_log).options(num_cpus=0, resources=ON_HEAD)
+    task = ray.remote(read_log).options(num_cpus=0, resources=controller_resources())
     try:
         part: tuple[bytes, LogPosition] = ray.get(
-            task.remote(path, position), timeout=HEAD_TASK_TIMEOUT_S
+            task.remote(path, position), timeout=LOG_TASK_TIMEOUT_S
         )
         return part
     except RayError as error:
         raise JobFailedError(
-            f"the cluster's head node does not answer: {first_line(error)}"
+            f"the node of the job's process does not answer: {first_line(error)}"
         ) from None

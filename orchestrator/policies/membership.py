@@ -125,6 +125,8 @@ class WorkerRegistry(ObservedState):
         """Ids of nodes that are about to be removed."""
         self.unhealthy_nodes: frozenset[str] = frozenset()
         """Ids of nodes that failed their health check. Its only writer is NodeHealth."""
+        self.head_answers = True
+        """Whether the cluster's head does: without it no worker can be started."""
         self.members: frozenset[int] = frozenset()
         """Indices of the newest generation's members."""
         self.calls: dict[int, FunctionCall] = {}

@@ -13,6 +13,7 @@ from typing import Any
 import helm_python
 import pytest
 
+from rayzero.orchestrator.cluster.ray_api import CONTROLLER_RESOURCE
 from rayzero.orchestrator.job_file import load_job
 from tests.deploy.chart import (
     CHART,
@@ -238,7 +239,8 @@ def test_referenced_objects_exist(scenario: str) -> None:
         item["metadata"]["name"].rpartition("-")[2]: item["spec"]
         for item in objects_of_kind(objects, "PodDisruptionBudget")
     }
-    assert budgets.keys() == (set() if scenario == "cpu-dev" else {*ROLES})
+    components = {*ROLES, *["controller"] * has_controller(objects)}
+    assert budgets.keys() == (set() if scenario == "cpu-dev" else components)
     for component, budget in budgets.items():
         selected = select_pods(scenario, budget["selector"])
         assert {pod["metadata"]["labels"][COMPONENT] for pod in selected} == {component}
@@ -252,9 +254,13 @@ def test_referenced_objects_exist(scenario: str) -> None:
 def test_network_policies_and_monitors_match_pods_and_ports(scenario: str) -> None:
     objects = render_scenario(scenario)
     policies, all_pods = objects_of_kind(objects, "NetworkPolicy"), list(pods(objects))
-    cluster, head = sorted(policies, key=lambda policy: policy["metadata"]["name"])
+    cluster, *others = sorted(policies, key=lambda policy: policy["metadata"]["name"])
     assert select_pods(scenario, cluster["spec"]["podSelector"]) == all_pods
-    assert select_pods(scenario, head["spec"]["podSelector"]) == [find_pod(objects, "head")]
+    scraped = ["controller"] * has_controller(objects) + ["head"]
+    for policy, role in zip(others, scraped, strict=True):
+        (pod,) = select_pods(scenario, policy["spec"]["podSelector"])
+        assert pod["metadata"]["labels"][COMPONENT] == role
+        assert "rayzero-metrics" in ports_of([pod])
     for policy in policies:
         opened = ports_of(select_pods(scenario, policy["spec"]["podSelector"])).keys()
         for rule in policy["spec"]["ingress"]:
@@ -262,7 +268,7 @@ def test_network_policies_and_monitors_match_pods_and_ports(scenario: str) -> No
             assert {port["port"] for port in rule.get("ports", ())} <= opened
     (internal,) = [rule for rule in cluster["spec"]["ingress"] if "ports" not in rule]
     assert select_pods(scenario, internal["from"][0]["podSelector"]) == all_pods
-    open_ports = {port["port"] for rule in head["spec"]["ingress"] for port in rule["ports"]}
+    open_ports = {port["port"] for rule in others[-1]["spec"]["ingress"] for port in rule["ports"]}
     metrics = {it for it in ports_of([find_pod(objects, "head")]) if it.startswith("rayzero-")}
     assert open_ports - {"commands"} == {"dashboard", *metrics}
     monitors = objects_of_kind(objects, "PodMonitor")
@@ -355,6 +361,27 @@ def test_head_keeps_its_state_in_files_of_its_cluster(size: str) -> None:
     assert ("demo-rayzero-gcs" in claims) == bool(size)
     hook = container_of(objects, "head")["lifecycle"]["preStop"]["exec"]["command"]
     assert hook[-1] == "unless-workers-stay"
+
+
+def test_controllers_pod_offers_its_node_to_the_jobs_processes() -> None:
+    """On nodes like the head's, with the head's volumes, and as long without it as the workers."""
+    spec = cluster_spec(render_scenario("locked-down"))
+    (group,) = [it for it in spec["workerGroupSpecs"] if it["groupName"] == "controller"]
+    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (1, 1, 1)
+    parameters = group["rayStartParams"]
+    assert json.loads(json.loads(parameters["resources"])) == {CONTROLLER_RESOURCE: 1}
+    assert parameters["num-cpus"] == "0"
+    pods_of = [group["template"]["spec"], spec["headGroupSpec"]["template"]["spec"]]
+    mounts, of_head = (it["containers"][0]["volumeMounts"] for it in pods_of)
+    assert [it for it in of_head if it["name"] not in ("job", "gcs")] == mounts
+    (container,) = group["template"]["spec"]["containers"]
+    names = {it["name"] for it in container["env"]}
+    assert "RAY_gcs_rpc_server_reconnect_timeout_s" in names
+
+
+def has_controller(objects: Sequence[Object]) -> bool:
+    groups = cluster_spec(objects)["workerGroupSpecs"]
+    return any(group["groupName"] == "controller" for group in groups)
 
 
 def env_of(objects: Sequence[Object], role: str) -> dict[str, Any]:

@@ -34,7 +34,7 @@ COLLECTIVES = tuple(
 MAX_IMPORT_S = 0.2
 _RAY = """
 orchestrator.cluster.actor_pool orchestrator.cluster.connect orchestrator.cluster.job_submission
-orchestrator.cluster.leftovers
+orchestrator.cluster.head_calls orchestrator.cluster.leftovers
 orchestrator.cluster.ray_api orchestrator.cluster.vault_group orchestrator.cluster.worker_group
 orchestrator.job.actor orchestrator.job.api orchestrator.job.client orchestrator.job.command_server
 orchestrator.job.ended_jobs workers.actor workers.lifetimes workers.prestop

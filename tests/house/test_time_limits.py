@@ -102,7 +102,7 @@ REASONS = {
         orchestrator.metrics.trackers: END_LIMIT_S
         orchestrator.control.failures: KILL_TIMEOUT_S
         orchestrator.cluster.worker_group: _KILL_TIMEOUT_S
-        orchestrator.cluster.ray_api: _GONE_TIMEOUT_S
+        orchestrator.cluster.ray_api: GONE_TIMEOUT_S
     """,
     "the reply of a process without a model: a head, a job's process, a vault, a browser": """
         workers.chaos.node: _COMMAND_TIMEOUT_S
@@ -112,7 +112,7 @@ REASONS = {
         workers.prestop: _RPC_TIMEOUT_S
         workers.fork_server: REQUEST_TIMEOUT_S
         orchestrator.top.follow: _HTTP_TIMEOUT_S LOST_CONTACT_S
-        orchestrator.job.client: CALL_TIMEOUT_S HEAD_TASK_TIMEOUT_S
+        orchestrator.job.client: CALL_TIMEOUT_S LOG_TASK_TIMEOUT_S
         orchestrator.job.actor: JOURNAL_WAIT_S RECORD_TIMEOUT_S START_WAIT_S
         orchestrator.job.prestop: _CALL_TIMEOUT_S
         orchestrator.job.handle: ANSWER_MARGIN_S UNAVAILABLE_LIMIT_S _ACKNOWLEDGE_TIMEOUT_S
@@ -125,6 +125,7 @@ REASONS = {
         orchestrator.cluster.command_client: _REPLY_TIMEOUT_S
         orchestrator.cluster.vault_group: _START_TIMEOUT_S
         orchestrator.doctor.probes: _ANSWER_S
+        orchestrator.control.elastic: HEAD_LIMIT_S
         orchestrator.cluster.node_links: CAUSE_WAIT_S
         workers.agent.node_agent: _ATTACH_TIMEOUT_S
         workers.actor: _AGENT_WAIT_S

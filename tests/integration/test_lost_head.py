@@ -80,11 +80,36 @@ def test_training_outlives_the_head_and_nothing_outlives_the_job(tmp_path: Path)
         assert [len(ranks) for ranks in lost] == [0, 1]
         roles = [entry["roles"]["judge"] for entry in entries if "lost_ranks" in entry]
         assert roles == [1, 0]
-        assert run_driver(cluster, "lose_process", tmp_path) == {"owned": 7}
+        cluster.start_controller_node()
+        assert run_driver(cluster, "begin_other", tmp_path) == {"owned": 7}
+        check_controller_outlives_head(cluster, tmp_path / "lost" / "ledger")
+        run_driver(cluster, "lose_process", tmp_path)
         titles = "ray::WorkerActor", "ray::VaultActor", "ray::JobActor", "ray::RoleActor"
         wait_until(lambda: not cluster.processes(*titles), LIMIT_S, "the end of all processes")
     finally:
         cluster.close()
+
+
+def check_controller_outlives_head(cluster: DurableHead, ledger: Path) -> None:
+    """Nothing but the head's processes is lost: the job's own goes on, and repairs."""
+    (controller,) = cluster.processes("ray::JobActor")
+    generations = len(steps_by_generation(ledger))
+    cluster.lose_head()
+    killed, kept = cluster.processes("ray::WorkerActor")
+    os.kill(killed, signal.SIGKILL)
+    wait_until(
+        lambda: (
+            len(steps := steps_by_generation(ledger)) > generations and len(steps[-1]) > STEPS_ALONE
+        ),
+        LIMIT_S,
+        "training after a repair without a head",
+    )
+    before, after = steps_by_generation(ledger)[-2:]
+    assert 0 <= before[-1] + 1 - after[0] <= 1, "the newest step may not have been reported"
+    assert cluster.processes("ray::WorkerActor") == {kept}, "nothing can be started"
+    cluster.start_head()
+    wait_until(lambda: len(cluster.processes("ray::WorkerActor")) == 2, LIMIT_S, "the replacement")
+    assert cluster.processes("ray::JobActor") == {controller}
 
 
 def steps_by_generation(ledger: Path) -> list[list[int]]:
@@ -142,18 +167,23 @@ def stop(folder: Path, address: str) -> dict[str, Any]:
         return {"left": [str(owned) for owned in find_owned()]}
 
 
-def lose_process(folder: Path, address: str) -> dict[str, Any]:
-    """A job whose process is gone for good, as after many restarts: what it left ends itself."""
+def begin_other(folder: Path, address: str) -> dict[str, Any]:
     event_log = EventLog()
-    handle = job(folder, "lost").submit(address=address, observer=event_log)
-    wait_for(handle, lambda: latest_step(event_log) > 3)
-    process = JobProcess.find("lost")
-    assert process is not None
-    owned = len(find_owned("lost"))  # three workers, their reservations, a vault
-    ray.kill(process.actor)
-    wait_until(lambda: not has_process("lost"), LIMIT_S, "the end of the job's process")
-    wait_until(lambda: not find_owned("lost"), LIMIT_S, "the end of orphans")
-    return {"owned": owned}
+    other = job(folder, "lost", workers=Workers(min=1, max=2))
+    handle = other.submit(address=address, observer=event_log)
+    wait_for(handle, lambda: latest_step(event_log) > 3 and world_size(event_log) == 2)
+    return {"owned": len(find_owned("lost"))}  # three workers, their reservations, a vault
+
+
+def lose_process(folder: Path, address: str) -> dict[str, Any]:
+    """Its process is gone for good, as after many restarts: what it left ends itself."""
+    with closing(connect(address)):
+        process = JobProcess.find("lost")
+        assert process is not None
+        ray.kill(process.actor)
+        wait_until(lambda: not has_process("lost"), LIMIT_S, "the end of the job's process")
+        wait_until(lambda: not find_owned("lost"), LIMIT_S, "the end of orphans")
+    return {}
 
 
 def judge(ctx: RoleContext) -> None:
@@ -161,7 +191,7 @@ def judge(ctx: RoleContext) -> None:
         ctx.wait(0.1)
 
 
-def job(folder: Path, name: str) -> Job:
+def job(folder: Path, name: str, **changes: Any) -> Job:
     """Whose only copies of the state are in memory."""
     role = Role(judge, workers=Workers(min=1, cpus=1))
     return steady_job(
@@ -172,9 +202,10 @@ def job(folder: Path, name: str) -> Job:
         args={"pause_s": 0.1},
         checkpoint={"path": str(folder), "every_steps": 1_000_000},
         recovery={"mirror_every": 1, "orphan_s": 60},
+        **changes,
     )
 
 
 if __name__ == "__main__":
-    stage = {it.__name__: it for it in (begin, go_on, stop, lose_process)}[sys.argv[1]]
+    stage = {it.__name__: it for it in (begin, go_on, stop, begin_other, lose_process)}[sys.argv[1]]
     print(json.dumps(stage(Path(sys.argv[2]), sys.argv[3])), flush=True)

@@ -152,6 +152,8 @@ class FakeCluster:
         self.replaced: list[tuple[int, float, tuple[str, ...]]] = []
         self.resized: list[tuple[int, int]] = []
         self.draining: frozenset[str] = frozenset()
+        self.head_answers = asyncio.Event()
+        self.head_answers.set()
         self.start_error: JobFailedError | None = None
         self.start_failures: list[WorkerStartError] = []  # of workers that are then replaced
         self.awaited: list[str] = []  # what `start_workers` waits for, until `may_start`
@@ -647,7 +649,10 @@ class FakeCluster:
         return Stacks("the stack", place, summary=summary, reads=reads, beat=beat)
 
     async def draining_nodes(self) -> frozenset[str]:
+        await self.head_answers.wait()
         return self.draining
+
+    async def leave_nodes(self, draining: frozenset[str]) -> None: ...
 
     async def release(self) -> None:
         self.releases += 1

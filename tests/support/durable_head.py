@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from rayzero.orchestrator.cluster.local_cluster import ForkServer, kill_trees
+from rayzero.orchestrator.cluster.ray_api import CONTROLLER_RESOURCE
 from rayzero.workers.fork_server import ADDRESS_VARIABLE
 from tests.support.forking import ray_start
 from tests.support.ports import free_ports
@@ -35,9 +37,19 @@ class DurableHead:
         folder: for logs.
         cpus: of each node.
         store: "rocksdb", or "redis", whose server outlives the head; its program must be on PATH.
+        has_controller_node: whether another node, without CPUs, is there for the job's process.
     """
 
-    def __init__(self, folder: Path, cpus: int, nodes: int = 1, store: str = "rocksdb") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        cpus: int,
+        nodes: int = 1,
+        store: str = "rocksdb",
+        has_controller_node: bool = False,
+    ) -> None:
+        self.has_controller_node = False
+        self._num_nodes = 0
         self._folder = folder
         self._session = Path(tempfile.mkdtemp(prefix="rz-", dir="/tmp"))
         self.address = f"127.0.0.1:{free_ports(1)[0]}"
@@ -57,14 +69,28 @@ class DurableHead:
         if store == "redis":
             self._store = {"RAY_REDIS_ADDRESS": self._start_redis()}
         self.start_head()
-        for number in range(nodes):
-            ip = f"--node-ip-address=127.0.0.{2 + number}"
-            log = "--include-log-monitor=false"
-            words = (f"--address={self.address}", ip, f"--num-cpus={cpus}", log)
-            env = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
-            env[ADDRESS_VARIABLE] = self._fork_server.address
-            ray = ray_start(forks=True)
-            self._others.append(self._start(f"node-{number}", words, ray, **env))
+        for _ in range(nodes):
+            self._start_node(f"--num-cpus={cpus}")
+        if has_controller_node:
+            self.start_controller_node()
+
+    def start_controller_node(self) -> None:
+        """Where the processes of jobs that are submitted from now on run."""
+        self.has_controller_node = True
+        offer = json.dumps({CONTROLLER_RESOURCE: 1})
+        self._start_node("--num-cpus=0", f"--resources={offer}")
+
+    def _start_node(self, *words: str) -> None:
+        number = self._num_nodes
+        self._num_nodes += 1
+        ip, log = f"--node-ip-address=127.0.0.{2 + number}", "--include-log-monitor=false"
+        env = {
+            "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+            ADDRESS_VARIABLE: self._fork_server.address,
+        }
+        all_words = (f"--address={self.address}", ip, log, *words)
+        node = self._start(f"node-{number}", all_words, ray_start(forks=True), **env)
+        self._others.append(node)
 
     def start_head(self, as_other_machine: bool = False) -> None:
         """Also the lost one, which finds what the cluster was in its store.

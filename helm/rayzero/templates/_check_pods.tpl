@@ -40,7 +40,7 @@
 {{- end -}}
 {{- range $index, $container := $spec.containers -}}
 {{- $resources := $container.resources | default dict -}}
-{{- if and (has $container.name (list "ray-head" "ray-worker" "ray-job-submitter")) (or $resources.limits $resources.requests) -}}
+{{- if and (has $container.name (list "ray-head" "ray-worker" "ray-controller" "ray-job-submitter")) (or $resources.limits $resources.requests) -}}
 {{- fail (printf "%s.podTemplate.spec.containers[%d].resources: the limits and requests of %s are %s.resources, which the chart checks; here only claims" $path $index $container.name $path) -}}
 {{- end -}}
 {{- end -}}

@@ -74,7 +74,10 @@
 {{- fail "networkPolicy.egress.rules: the autoscaler needs the Kubernetes API, which egress.enabled shuts out; add a rule for it, or set autoscaler.enabled to false" -}}
 {{- end -}}
 {{- end -}}
-{{- $names := list -}}
+{{- if and .Values.controller.enabled (not .Values.gcsFaultTolerance.enabled) -}}
+{{- fail "controller.enabled: without gcsFaultTolerance.enabled the whole cluster ends with its head; set it to true, or controller.enabled to false" -}}
+{{- end -}}
+{{- $names := ternary (list "controller") list .Values.controller.enabled -}}
 {{- range $index, $group := include "rayzero.groups" . | fromJsonArray -}}
 {{- if lt (int $group.max) (int $group.min) -}}
 {{- fail (printf "workers.max, workers.min or those of workerGroups[%d] (%s): max is %d, less than min, which is %d; raise max or lower min" $index $group.name (int $group.max) (int $group.min)) -}}
@@ -101,6 +104,10 @@
 {{- include "rayzero.check.pod" (dict "path" "workers" "pod" .Values.workers) -}}
 {{- range $index, $group := .Values.workerGroups -}}
 {{- include "rayzero.check.pod" (dict "path" (printf "workerGroups[%d]" $index) "pod" $group) -}}
+{{- end -}}
+{{- include "rayzero.check.pod" (dict "path" "controller" "pod" .Values.controller) -}}
+{{- if .Values.controller.enabled -}}
+{{- include "rayzero.check.resources" (dict "path" "controller" "pod" (include "rayzero.controller.values" . | fromJson)) -}}
 {{- end -}}
 {{- include "rayzero.check.submitter" . -}}
 {{- include "rayzero.check.resources" (dict "path" "head" "pod" .Values.head) -}}

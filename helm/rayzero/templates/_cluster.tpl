@@ -16,6 +16,15 @@
 {{- toJson $groups -}}
 {{- end -}}
 
+{{/* The values of the controllers' pod, as JSON: the head's, where it has none of its own. */}}
+{{- define "rayzero.controller.values" -}}
+{{- $pod := set (omit .Values.head "podTemplate") "drainOnTermination" true -}}
+{{- range $key, $value := omit .Values.controller "enabled" -}}
+{{- if $value -}}{{- $_ := set $pod $key $value -}}{{- end -}}
+{{- end -}}
+{{- toJson $pod -}}
+{{- end -}}
+
 {{- define "rayzero.cluster" -}}
 rayVersion: {{ .Values.rayVersion | quote }}
 enableInTreeAutoscaling: {{ .Values.autoscaler.enabled }}
@@ -79,6 +88,17 @@ workerGroupSpecs:
       {{- toYaml .rayStartParams | nindent 6 }}
     template:
       {{- include "rayzero.pod" (dict "root" $ "role" "worker" "pod" .) | nindent 6 }}
+  {{- end }}
+  {{- if .Values.controller.enabled }}
+  - groupName: controller
+    replicas: 1
+    minReplicas: 1
+    maxReplicas: 1
+    rayStartParams:
+      num-cpus: "0"
+      resources: {{ dict "rayzero_controller" 1 | toJson | toJson | squote }}
+    template:
+      {{- include "rayzero.pod" (dict "root" $ "role" "controller" "pod" (include "rayzero.controller.values" . | fromJson)) | nindent 6 }}
   {{- end }}
 {{- end -}}
 

@@ -28,6 +28,8 @@
 {{- end -}}
 {{- end -}}
 
+{{- define "rayzero.controller.account" -}}{{- include "rayzero.worker.account" . -}}{{- end -}}
+
 {{- define "rayzero.claim" -}}
 {{- default (printf "%s-checkpoints" (include "rayzero.fullname" .)) .Values.storage.pvc.existingClaim -}}
 {{- end -}}

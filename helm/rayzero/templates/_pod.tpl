@@ -1,4 +1,4 @@
-{{/* The pods of a cluster, and the submitter's: (dict "root" $ "role" "head", "worker" or "submitter" "pod" its values) */}}
+{{/* The pods of a cluster, and the submitter's: (dict "root" $ "role" "head", "worker", "controller" or "submitter" "pod" its values) */}}
 
 {{- define "rayzero.gracePeriod" -}}
 {{- $checkpoint := .Values.job.spec.checkpoint | default dict -}}
@@ -25,7 +25,7 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- $paths := dict "head" "head.podTemplate.spec" "submitter" "job.submitter.podTemplate.spec" -}}
+{{- $paths := dict "head" "head.podTemplate.spec" "controller" "controller.podTemplate.spec" "submitter" "job.submitter.podTemplate.spec" -}}
 {{- $path := get $paths .role | default (printf "workers.podTemplate.spec (group %s)" (.pod.name | default "")) -}}
 {{- range concat (index $pod.spec "containers" | default list) (index $pod.spec "initContainers" | default list) -}}
 {{- if not .image -}}
@@ -200,6 +200,11 @@ spec:
       {{- else }}
       ports:
         - {name: metrics, containerPort: 8080}
+        {{- if and (eq .role "controller") $root.Values.metrics.enabled }}
+        {{- range include "rayzero.metrics.ports" $root | fromJsonArray }}
+        - {name: {{ .name }}, containerPort: {{ int .port }}}
+        {{- end }}
+        {{- end }}
       {{- if .pod.drainOnTermination }}
       lifecycle:
         preStop:

@@ -14,6 +14,7 @@ import pytest
 
 from rayzero.orchestrator.cluster import ray_api
 from rayzero.orchestrator.cluster.actor_pool import ActorPool, Reservation
+from rayzero.orchestrator.cluster.head_calls import HeadCalls
 from rayzero.orchestrator.cluster.ray_api import NodeTable
 from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_group import WAITING_INTERVAL_S, WorkerGroup
@@ -44,12 +45,12 @@ class FullPool:
 
 @pytest.fixture
 def full_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def inline(function: Callable[[], Any]) -> Any:
+    async def inline(_: HeadCalls, function: Callable[[], Any]) -> Any:
         return function()
 
     nodes = NodeTable({"n": Capacity(2, 0)}, {"n": Capacity(0, 0)})
     monkeypatch.setattr(ray_api, "node_snapshot", lambda: nodes)
-    monkeypatch.setattr(asyncio, "to_thread", inline)
+    monkeypatch.setattr(HeadCalls, "__call__", inline)
 
 
 @pytest.mark.usefixtures("full_cluster")
@@ -57,7 +58,7 @@ async def test_queueing_is_said_again_and_again_and_ends_with_who_holds_the_reso
     pool, clock = FullPool(), VirtualClock()
     said: list[str] = []
     vaults: Any = SimpleNamespace(
-        mail=None, commands=SimpleNamespace(watch=lambda _: None), is_superseded=False
+        mail=None, commands=SimpleNamespace(watch=lambda _: None), head=HeadCalls()
     )
     group = WorkerGroup(make_spec(Path("unused")), clock, False, vaults, object)
     group._pool = pool  # type: ignore[assignment]
@@ -95,15 +96,16 @@ class RecordedActor:
     ("cpus", "gpus", "threads", "expected"),
     [(208, 8, 0, 26), (26, 8, 0, 3), (4, 8, 0, 1), (6, 0, 0, 6), (208, 8, 4, 4)],
 )
-def test_threads_are_the_nodes_unless_given(
+async def test_threads_are_the_nodes_unless_given(
     tmp_path: Path, cpus: float, gpus: float, threads: int, expected: int
 ):
     env = {"NCCL_DEBUG": "INFO"}
     vaults = VaultGroup(make_spec(tmp_path), orphan_s=600)
     pool: Any = ActorPool(make_spec(tmp_path), cast(Any, None), vaults, count(), object)
-    pool._actor, pool._capacities = RecordedActor(), {"node": Capacity(cpus, gpus)}
+    pool._actor, reservation = RecordedActor(), Reservation(cast(Any, None))
+    pool._reservations = [reservation]
     need = ResourceRequest(1, 1, 1.0, 1.0, 30.0, threads, env)
-    pool._start(Reservation(None), "node", need)  # type: ignore[arg-type]
+    await pool._start(reservation, "node", need, Capacity(cpus, gpus))
     (options,) = pool._actor.started
     assert (options["num_cpus"], options["num_gpus"]) == (1, 1)
     assert (options["name"], options["lifetime"]) == ("rayzero/tiny//0", "detached")

@@ -19,7 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from rayzero.engine.errors import DataError, RayzeroError
-from rayzero.orchestrator.control.elastic import DRAIN_POLL_INTERVAL_S, JOIN_BATCH_S
+from rayzero.orchestrator.control.elastic import (
+    DRAIN_POLL_INTERVAL_S,
+    HEAD_LIMIT_S,
+    JOIN_BATCH_S,
+)
 from rayzero.orchestrator.errors import JobFailedError, JobStoppedError, WorkerLostError
 from rayzero.orchestrator.job_events import (
     CheckpointFailed,
@@ -158,6 +162,12 @@ class _Course:
     async def drain(self, node: str) -> None:
         self.cluster.draining = frozenset({node})
         await self.job.clock.advance(DRAIN_POLL_INTERVAL_S)
+
+    async def head(self, where: str) -> None:
+        """Whether the cluster's head is `away` or `back`."""
+        answers = self.cluster.head_answers
+        answers.clear() if where == "away" else answers.set()
+        await self.job.clock.advance(HEAD_LIMIT_S + DRAIN_POLL_INTERVAL_S)
 
     async def last(self) -> None:
         """The last step, after which the functions return."""

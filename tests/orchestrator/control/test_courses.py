@@ -48,6 +48,10 @@ LOSSES = {
         aa; train 3; kill 1; state recovering
         says "1 of at least 2 workers are left: waiting up to 300 s for replacements"
         replaced 1:0; wait 20; come; assigned 0 2; restored 3""",
+    "too few workers wait for the cluster's head": """
+        aa start_timeout_s=30; train 3; head away; says "head has not answered for 10 s"; kill 1
+        wait 100; state recovering; head back; says "the cluster's head answers again"; come
+        assigned 0 2; restored 3; says_times 2 "the cluster's head" """,
     "too few workers fail without a replacement": """
         aa start_timeout_s=30; train 3; kill 1; wait 30
         fails "1 of at least 2 workers are left" """,

@@ -22,7 +22,13 @@ from rayzero.orchestrator.errors import WorkerLostError
 from rayzero.orchestrator.policies.membership import WorkerLimits
 from rayzero.workers.agent.batches import NodeBatch
 from rayzero.workers.agent.link import Attach, WorkerFrame
-from rayzero.workers.messages import Heartbeat, LogLine, StepReport, WorkerMessage
+from rayzero.workers.messages import (
+    Heartbeat,
+    LogLine,
+    StepReport,
+    WorkerInfo,
+    WorkerMessage,
+)
 from rayzero.workers.vault.records import ConnectionLost
 from tests.orchestrator.support import VirtualClock, settle
 
@@ -45,8 +51,8 @@ class InboxHarness:
         self.reports: asyncio.Queue[WorkerReports] = asyncio.Queue()
         self.clock = clock
         loop = JobLoop(clock, lambda error: self.delivered.append(str(error)))
-        members, group = Members(WorkerLimits(1, 1), 0), cast(Any, self)
-        self.make = partial(WorkerInbox, loop, members, group, PATIENCE_S)
+        self.members, group = Members(WorkerLimits(1, 1), 0), cast(Any, self)
+        self.make = partial(WorkerInbox, loop, self.members, group, PATIENCE_S)
         self.inbox = self.make(self._on_message, self._on_lost)
 
     def _on_message(self, worker: int, message: WorkerMessage) -> None:
@@ -128,6 +134,26 @@ async def test_silent_worker_is_reported_lost_once():
     harness.inbox.expire_silent()
     harness.inbox.expire_silent()
     assert harness.delivered == [f"0 lost: its process did not respond for {timeout_s:g} s"]
+
+
+async def test_silence_says_nothing_where_only_a_head_that_is_away_could_start_an_agent():
+    harness = InboxHarness(VirtualClock())
+    registry = harness.members.registry
+    registry.add(WorkerInfo(index, node, node, "", index) for index, node in enumerate("ab"))
+    harness.members.vault_addresses = {"b": "/vault/b"}
+    harness.inbox.start(range(2))
+    timeout_s = WORKER_POLL_S + PATIENCE_S + 10
+    registry.head_answers = False
+    await harness.clock.advance(timeout_s)
+    harness.inbox.excuse_cut_off()
+    harness.inbox.expire_silent()
+    lost = f"lost: its process did not respond for {timeout_s:g} s"
+    assert harness.delivered == [f"1 {lost}"], "that one has an agent"
+    registry.head_answers = True
+    await harness.clock.advance(timeout_s)
+    harness.inbox.excuse_cut_off()
+    harness.inbox.expire_silent()
+    assert harness.delivered == [f"1 {lost}", f"0 {lost}"]
 
 
 class WatchHarness:
