@@ -72,15 +72,18 @@ def _is_slow_start(error: Exception) -> bool:
 
 
 @contextmanager
-def connect_to_cluster(nodes: int, cpus: int) -> Iterator[BenchmarkCluster]:
+def connect_to_cluster(
+    nodes: int, cpus: int, has_controller_node: bool = False
+) -> Iterator[BenchmarkCluster]:
     """Start a cluster with this process as its driver.
 
     Args:
         nodes: worker nodes.
         cpus: per node. The head has none.
+        has_controller_node: as of `DurableHead`, with one node.
     """
     if nodes == 1:
-        with connect_to_durable_cluster(cpus) as head:
+        with connect_to_durable_cluster(cpus, has_controller_node=has_controller_node) as head:
             yield BenchmarkCluster(lambda: None, head)
         return
     _set_environment()

@@ -34,7 +34,8 @@ def _lose_head(target: Target, rng: random.Random, kills_worker: bool) -> None:
     ranks = target.wait_for_generation()
     target.control.request(SLOWLY)
     target.head.lose_head()
-    target.wait(lambda: not any(map(target.is_alive, controllers)), TIMEOUT_S, "the head's end")
+    if not target.head.has_controller_node:
+        target.wait(lambda: not any(map(target.is_alive, controllers)), TIMEOUT_S, "the head's end")
     try:
         step = target.step() + STEPS_ALONE  # unless a fault of the episode stops them, too
         target.wait(

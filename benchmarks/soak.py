@@ -80,6 +80,10 @@ def _nodes_needed(name: str) -> int:
     return 2 if fault_kind(name).target == "cluster" else 1
 
 
+_DRAWN_FROM = "seed nodes kinds episode_faults rollouts stream controller_node".split()
+"""The settings that a record must have to be continued."""
+
+
 class Record:
     """The finished episodes of a soak, in a file that is replaced atomically."""
 
@@ -93,7 +97,7 @@ class Record:
         if not self.path.exists():
             return ""
         saved = json.loads(self.path.read_text())
-        for key in ("seed", "nodes", "kinds", "episode_faults", "rollouts", "stream"):
+        for key in _DRAWN_FROM:
             if saved.get(key, False) != self._settings[key]:
                 return f"{self.path} is of {key} {saved.get(key)}, not {self._settings[key]}"
         self.outcomes = [_parse_outcome(entry) for entry in saved["episodes"]]
@@ -195,6 +199,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--rollouts", action="store_true", help=text)
     text = "jobs on a stream: Parquet, JSON lines, tar, a mixture or an iterable; of 2 to 5 ranks"
     parser.add_argument("--stream", action="store_true", help=text)
+    text = "a node for the jobs' processes, which so outlive the head; with one other node"
+    parser.add_argument("--controller-node", action="store_true", help=text)
     parser.add_argument("--keep", action="store_true", help="keep the files of every episode")
     parser.add_argument("--resume", action="store_true", help="continue an existing record")
     options = parser.parse_args(arguments)
@@ -209,6 +215,10 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     if impossible := [f"{name}: {refused[name]}" for name in options.kinds if name in refused]:
         parser.error(f"this machine cannot inflict {'; '.join(impossible)}")
     options.refused = refused
+    if options.controller_node:  # no other process is started while the old one's node lives
+        options.kinds = [name for name in options.kinds if name != "fence_controller"]
+        if options.nodes != 1:
+            parser.error("--controller-node needs --nodes 1: the head of others is never lost")
     if options.stream and options.rollouts:
         parser.error("a job trains on rollouts or on a stream")
     if min(options.faults, options.job_faults) < 1:
@@ -235,6 +245,7 @@ def main(arguments: list[str]) -> int:
         "episode_faults": options.job_faults,
         "rollouts": options.rollouts,
         "stream": options.stream,
+        "controller_node": options.controller_node,
     }
     record = Record(options.state, settings)
     if options.resume and (reason := record.resume()):
@@ -247,7 +258,8 @@ def main(arguments: list[str]) -> int:
         console.print(f"without {name}: {reason}")
     control = tempfile.mkdtemp(prefix="soak-control-")
     os.environ[FOLDER_VARIABLE] = control  # inherited by the workers
-    with connect_to_cluster(options.nodes, CPUS[options.nodes]) as cluster:
+    nodes, cpus = options.nodes, CPUS[options.nodes]
+    with connect_to_cluster(nodes, cpus, options.controller_node) as cluster:
         for episode in remaining_episodes(options, len(record.outcomes)):
             folder = Path(tempfile.mkdtemp(prefix=f"soak-{episode.number}-"))
             cluster.replace_lost_nodes()

@@ -38,10 +38,7 @@ from rayzero.orchestrator.job.command_server import ensure_command_server
 from rayzero.orchestrator.job.ended_jobs import delete_ended, store_ended
 from rayzero.orchestrator.job.lease import AwaitedLease, Lease, acquire_lease
 from rayzero.orchestrator.job.log import LogPosition, read_log
-from rayzero.orchestrator.job.past_runs import (
-    remove_summary,
-    repeated_result,
-)
+from rayzero.orchestrator.job.past_runs import remove_summary, repeated_result
 from rayzero.orchestrator.job.process import end_fenced_process, tune_gc_and_switch_interval
 from rayzero.orchestrator.job.recorder import EventBuffer, JobRecorder
 from rayzero.orchestrator.job.save_summary import save_summary
@@ -190,8 +187,9 @@ class JobActor:
             outcome = error
         except Exception as error:  # noqa: BLE001  # clients must see the end in any case
             outcome = internal_error(error)
-        await self._end_leftovers()
+        are_ended = await self._end_leftovers(RECORD_TIMEOUT_S)
         ended = await self._record_end(outcome)
+        is_stored = await self._store_end(ended)
         if self._lease is not None:
             await asyncio.to_thread(self._lease.release)
         self._events.finish(ended)
@@ -204,15 +202,21 @@ class JobActor:
                 await self._end_acknowledged.wait()
         await self._wait_log_readers()
         await asyncio.sleep(_REPLY_FLUSH_S)
+        # A head that was away may come back, until all that is left has ended itself.
+        are_ended = are_ended or await self._end_leftovers(self._plan.spec.recovery.orphan_s)
+        if are_ended and not is_stored:
+            await self._store_end(ended)
         ray.kill(ray.get_runtime_context().current_actor)
 
-    async def _end_leftovers(self) -> None:
+    async def _end_leftovers(self, limit_s: float) -> bool:
         """Ends what the controller has not ended of this run, such as a worker that an earlier
-        process started. What is left in spite of that ends itself."""
+        process started. False: the head has not answered. What is left then ends itself."""
         run = self._plan.worker_spec.run
         with suppress(RayError, TimeoutError):
-            async with asyncio.timeout(RECORD_TIMEOUT_S):
+            async with asyncio.timeout(limit_s):
                 await asyncio.to_thread(end_owned, self._plan.spec.name, run)
+            return True
+        return False
 
     def _begin_lease(self, trains: bool) -> AwaitedLease:
         """Begins to acquire the folder's lease."""
@@ -349,7 +353,7 @@ class JobActor:
         return JobRun(recorder, telemetry, trackers, controller)
 
     async def _record_end(self, outcome: JobResult | RayzeroError) -> EndedJob:
-        """Makes the end durable before clients see it, within limits."""
+        """Makes the end durable on disk and in a store before clients see it, within limits."""
         if self._run is not None:
             self._run.recorder.end(outcome)
             await asyncio.to_thread(self._run.trackers.close)
@@ -362,9 +366,12 @@ class JobActor:
         status = replace(await self.status(), state=final_state(outcome), error=error)
         if isinstance(outcome, JobResult):
             status = replace(status, step=outcome.steps, steps=self._plan.spec.steps)
-        ended = EndedJob(status, outcome)
+        return EndedJob(status, outcome)
+
+    async def _store_end(self, ended: EndedJob) -> bool:
+        """Records the end in the cluster, before clients see it. False: the head did not answer."""
         if not self._has_begun:
-            return ended
+            return True
         if self._run is not None and not self._run.recorder.is_journal_written:
             self._events.on_event(
                 JobWarning(
@@ -378,7 +385,8 @@ class JobActor:
         except (RuntimeError, OSError, TimeoutError, RayError) as error:
             text = f"the cluster cannot record the end of the job: {error}"
             self._events.on_event(JobWarning(text))
-        return ended
+            return False
+        return True
 
     async def _wait_log_readers(self) -> None:
         """Waits until no client reads the log any more, with a limit."""

@@ -94,6 +94,7 @@ async def check_drain(nodes: Nodes, workers: WorkerGroup, other: str, *on_node: 
     while await workers.draining_nodes() != {draining}:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.1)
+    await workers.leave_nodes({draining})
     assert await workers.call(on_node[0].index, WorkerCalls.open_store) == on_node[0].pid, (
         "workers of a draining node keep running"
     )
