@@ -322,7 +322,7 @@ class _Cluster:
 
     def _send(self, worker: _Worker, *messages: WorkerMessage) -> None:
         """Sends messages, and a heartbeat at the end, as a worker does."""
-        kind = FrameKind.URGENT
+        kind = FrameKind.CHANGES
         if not messages:
             kind = FrameKind.QUIET
         elif isinstance(messages[-1], StepReport):

@@ -10,7 +10,7 @@ import asyncio
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, TypeAlias
@@ -29,7 +29,8 @@ from rayzero.workers.agent.link import (
     read_frame,
 )
 from rayzero.workers.authenticated import connect
-from rayzero.workers.step_rows import ReceivedMessage, StepRows
+from rayzero.workers.messages import WorkerMessage
+from rayzero.workers.step_rows import ReceivedMessage
 
 SILENT_S = 3.0
 """A connection over which no frame has come for three beats, or that takes as long to be made, is
@@ -49,8 +50,8 @@ CAUSE_WAIT_S = 1.0
 
 
 MailReceiver: TypeAlias = Callable[[int, list[ReceivedMessage]], None]
-"""Called with a worker's index and messages. `StepRows` are of several workers with the same
-receiver, and come as a message of the first one."""
+"""Called with a worker's index and messages. A `NodeRecord` is of several workers with the same
+receiver, and comes as a message of the first one."""
 
 
 class WorkerMail:
@@ -62,8 +63,8 @@ class WorkerMail:
         self._subscribers: dict[int, MailReceiver | None] = {}
         self._early: dict[int, deque[bytes]] = {}
         self._unread: dict[object, list[bytes]] = {}  # batches, by the stream they came over
-        self.on_answer: Callable[[int, bytes], None] = lambda worker, payload: None
-        """Called with each answer to a command; one that is sent again comes again."""
+        self.on_answer: Callable[[Sequence[int], bytes], None] = lambda workers, payload: None
+        """Called with workers and their answer to a command; one that is sent again comes again."""
 
     def has_heard(self, worker: int) -> bool:
         """Whether a message of the worker has come, so that its agent sees it end."""
@@ -103,32 +104,24 @@ class WorkerMail:
         known = self._numbers
         new = {it for it in batch.combined if it[1] > known.get(it[0], 0)}
         known |= sorted(new)
-        for rows, numbers in batch.rows:
-            self._deliver_rows(rows, numbers, new)
-        for worker, number, beat in batch.beats:
-            if (worker, number) in new:
-                self._pass(worker, [beat])
-        for worker, number, payload, is_answer in batch.frames:
-            if is_answer:
-                self.on_answer(worker, payload)
-            elif number > known.get(worker, 0):
+        for record, numbers in batch.records:
+            receive = self._subscribers.get(record.workers[0])
+            is_usual = len(new) == len(batch.combined) and all(
+                self._subscribers.get(worker) == receive for worker in record.workers
+            )
+            if receive is not None and is_usual:
+                receive(record.workers[0], [record])
+                continue
+            messages: Sequence[WorkerMessage] = record.messages
+            for worker, number, message in zip(record.workers, numbers, messages, strict=True):
+                if (worker, number) in new:
+                    self._pass(worker, [message])
+        for worker, number, payload in batch.frames:
+            if number > known.get(worker, 0):
                 known[worker] = number
                 self._pass(worker, payload)
-
-    def _deliver_rows(
-        self, rows: StepRows, numbers: Sequence[int], new: Collection[tuple[int, int]]
-    ) -> None:
-        receive = self._subscribers.get(rows.workers[0])
-        is_usual = receive is not None and all(
-            (worker, number) in new and self._subscribers.get(worker) == receive
-            for worker, number in zip(rows.workers, numbers, strict=True)
-        )
-        if receive is not None and is_usual:
-            receive(rows.workers[0], [rows])
-            return
-        for worker, number, report in zip(rows.workers, numbers, rows.reports, strict=True):
-            if (worker, number) in new:
-                self._pass(worker, [report])
+        for payload, workers in batch.answers:
+            self.on_answer(workers, payload)
 
     def _pass(self, worker: int, messages: bytes | list[ReceivedMessage]) -> None:
         """Passes messages, or their pickled form, to the worker's subscriber."""

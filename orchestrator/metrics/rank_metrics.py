@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from rayzero.workers.messages import Heartbeat
-from rayzero.workers.step_rows import StepRows
+from rayzero.workers.step_rows import Heartbeats, StepRows
 
 TRAFFIC_PREFIX = "collectives/"
 """Of `collectives/NAME/bytes` and `collectives/NAME/calls`, which engines count."""
@@ -48,10 +48,11 @@ def _traffic_names(gauges: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in gauges if name.startswith(TRAFFIC_PREFIX))
 
 
-def _add_traffic(report: RankReport, totals: defaultdict[str, float]) -> None:
+def _add_traffic(rank: int, rows: StepRows, totals: defaultdict[str, float]) -> None:
     """Adds the bytes that a rank's engine has communicated since it was built."""
-    for name in _traffic_names(report.rows.names):
-        totals[name] += max(0.0, report.gauge(name) or 0.0)
+    row = rows.ranks.index(rank)
+    for name in _traffic_names(rows.names):
+        totals[name] += max(0.0, rows.gauge(row, name) or 0.0)
 
 
 @dataclass
@@ -63,11 +64,12 @@ class RankMetricsTable:
     to add an engine's last count when it is replaced, and when the sums are read.
 
     Attributes:
+        reports: the rows that have each rank's newest report.
         departed_traffic: of engines that no longer exist.
     """
 
     nodes: dict[int, str] = field(default_factory=dict)
-    reports: dict[int, RankReport] = field(default_factory=dict)
+    reports: dict[int, StepRows] = field(default_factory=dict)
     beats: dict[int, Heartbeat] = field(default_factory=dict)
     exposed_comm_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     data_wait_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -76,7 +78,7 @@ class RankMetricsTable:
     def start_generation(self, nodes: Sequence[str]) -> None:
         """A generation of these nodes, by rank; ranks that it does not have are removed."""
         for rank in [rank for rank in self.reports if rank >= len(nodes)]:
-            _add_traffic(self.reports.pop(rank), self.departed_traffic)
+            _add_traffic(rank, self.reports.pop(rank), self.departed_traffic)
         self.beats = {rank: beat for rank, beat in self.beats.items() if rank < len(nodes)}
         self.nodes = dict(enumerate(nodes))
 
@@ -90,25 +92,30 @@ class RankMetricsTable:
         return [(rank, self._row(rank)) for rank in ranks]
 
     def _row(self, rank: int) -> RankMetrics:
-        report, beat, node = self.reports.get(rank), self.beats.get(rank), self.nodes.get(rank, "")
+        rows, beat, node = self.reports.get(rank), self.beats.get(rank), self.nodes.get(rank, "")
+        report = RankReport(rows, rows.ranks.index(rank)) if rows is not None else None
         return RankMetrics(report, beat, node, self.exposed_comm_s[rank], self.data_wait_s[rank])
 
     def on_rows(self, rows: StepRows) -> None:
-        waits = zip(rows.column("exposed_comm_s"), rows.column("phases/data"), strict=True)
-        for row, (rank, (exposed_s, data_wait_s)) in enumerate(zip(rows.ranks, waits, strict=True)):
+        for rank in rows.ranks:
             last = self.reports.get(rank)
-            if last is not None and last.rows.generation != rows.generation:
-                _add_traffic(last, self.departed_traffic)
-            self.exposed_comm_s[rank] += max(0.0, exposed_s)
-            self.data_wait_s[rank] += max(0.0, data_wait_s)
-            self.reports[rank] = RankReport(rows, row)
+            if last is not None and last.generation != rows.generation:
+                _add_traffic(rank, last, self.departed_traffic)
+        self.reports.update(dict.fromkeys(rows.ranks, rows))
+        for name, totals_s in (
+            ("exposed_comm_s", self.exposed_comm_s),
+            ("phases/data", self.data_wait_s),
+        ):
+            for rank, seconds in zip(rows.ranks, rows.column(name), strict=True):
+                if seconds > 0:
+                    totals_s[rank] += seconds
 
-    def on_heartbeat(self, beat: Heartbeat) -> None:
-        self.beats[beat.rank] = beat
+    def on_heartbeats(self, beats: Heartbeats) -> None:
+        self.beats.update({beat.rank: beat for beat in beats.messages})
 
     def traffic(self) -> defaultdict[str, float]:
         """The sums over all ranks since the run began, by name."""
         totals = self.departed_traffic.copy()
-        for report in self.reports.values():
-            _add_traffic(report, totals)
+        for rank, rows in self.reports.items():
+            _add_traffic(rank, rows, totals)
         return totals

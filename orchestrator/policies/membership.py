@@ -179,7 +179,7 @@ class WorkerRegistry(ObservedState):
     def avoided_nodes(self) -> frozenset[str]:
         """The unhealthy nodes; none if there are no others."""
         unhealthy = self.unhealthy_nodes
-        return unhealthy if any(node not in unhealthy for node in self.nodes) else frozenset()
+        return unhealthy if unhealthy and not unhealthy.issuperset(self.nodes) else frozenset()
 
     @property
     def leaving_nodes(self) -> frozenset[str]:
@@ -210,7 +210,7 @@ class WorkerRegistry(ObservedState):
     def set_state(self, worker: int, state: CallState, *, keeps_rank: bool = False) -> None:
         """Its function has come there."""
         # Thousands of workers do this in each repair: no copy of the whole.
-        self.calls[worker] = replace(self.calls[worker], state=state, keeps_rank=keeps_rank)
+        self.calls[worker] = self.calls[worker].come_to(state, keeps_rank=keeps_rank)
         self._changed()
 
     def is_ahead(self, worker: int) -> bool:
@@ -253,6 +253,8 @@ class WorkerRegistry(ObservedState):
     def _candidates(self) -> tuple[WorkerInfo, ...]:
         """The ready workers. Where functions were called before their generation, which is of a
         certain size, without workers that came later; unless there are too few."""
+        if not any(call.is_ahead for call in self.calls.values()):  # the usual case
+            return self.ready
         called = tuple(worker for worker in self.ready if worker.index in self.calls)
         has_ahead = any(self.is_ahead(worker.index) for worker in called)
         enough = self.present_limits.size(len(called)) is not None

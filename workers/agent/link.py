@@ -43,6 +43,9 @@ class FrameKind(IntEnum):
     COMMAND = 13  # controller: NodeCommand; agent: WorkerCommand
     ANSWER = 14  # worker: (controller, command, pickled: error or None, result)
     STEPS = 15  # worker: as REPORTS, but only reports of steps and heartbeats
+    CHANGES = (
+        16  # worker: as URGENT, but only what its agent combines: nothing of the user's classes
+    )
 
 
 class Frame(NamedTuple):
@@ -57,13 +60,12 @@ class WorkerFrame(NamedTuple):
 
     Args:
         number: grows with each frame of that worker; one that comes again has the same.
-        payload: its messages, or an answer; pickled.
+        payload: its messages, pickled.
     """
 
     worker: int
     number: int
     payload: bytes
-    is_answer: bool = False
 
 
 @dataclass(frozen=True)
