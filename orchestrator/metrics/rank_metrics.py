@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -40,6 +40,14 @@ class RankMetrics(NamedTuple):
 
     def gauge(self, name: str) -> float | None:
         return self.report.gauge(name) if self.report is not None else None
+
+
+class RankView(NamedTuple):
+    """The ranks, in their order, and the sums of their traffic: made once for all that a scrape
+    reads."""
+
+    rows: list[tuple[int, RankMetrics]]
+    traffic: Mapping[str, float]
 
 
 @lru_cache(maxsize=64)
@@ -84,6 +92,9 @@ class RankMetricsTable:
 
     def copy(self) -> RankMetricsTable:
         return replace(self, **{name: column.copy() for name, column in vars(self).items()})
+
+    def view(self) -> RankView:
+        return RankView(self.rows, self.traffic())
 
     @property
     def rows(self) -> list[tuple[int, RankMetrics]]:
