@@ -46,7 +46,7 @@ class StepRows:
             return [default] * len(self.workers)
         return self.numbers[position :: len(self.names)]
 
-    @property
+    @cached_property
     def own_s(self) -> list[float]:
         """The seconds that each rank itself took: without those that it waited for others."""
         pairs = zip(self.column("step_s"), self.column("exposed_comm_s"), strict=True)

@@ -22,6 +22,7 @@ from rayzero.workers.agent.link import (
     AgentAddress,
     Attach,
     Frame,
+    FrameBuffer,
     FrameKind,
     Hello,
     Link,
@@ -43,7 +44,7 @@ ACKNOWLEDGE_S = 0.5
 and waits with more after 64 frames."""
 READ_SLICE_S = 0.0003
 """How long messages are read before other tasks get a turn."""
-_LARGE_BYTES = 64 * 1024
+_LARGE_BYTES = _READ_BYTES = 64 * 1024
 _MAX_EARLY_FRAMES = 256
 CAUSE_WAIT_S = 1.0
 """How long the caller may take to find the cause of a process's end, once its port is closed."""
@@ -105,11 +106,8 @@ class WorkerMail:
         new = {it for it in batch.combined if it[1] > known.get(it[0], 0)}
         known |= sorted(new)
         for record, numbers in batch.records:
-            receive = self._subscribers.get(record.workers[0])
-            is_usual = len(new) == len(batch.combined) and all(
-                self._subscribers.get(worker) == receive for worker in record.workers
-            )
-            if receive is not None and is_usual:
+            receive, *others = {*map(self._subscribers.get, record.workers)}
+            if receive is not None and not others and len(new) == len(batch.combined):
                 receive(record.workers[0], [record])
                 continue
             messages: Sequence[WorkerMessage] = record.messages
@@ -278,9 +276,12 @@ class NodeLink:
             self.hello = pickle.loads(hello.payload)
             self._link.open(writer.write, hello.acknowledged)
             self._changed.notify()
-            while True:
-                self._receive(await read_frame(reader))
+            frames = FrameBuffer()
+            while data := await reader.read(_READ_BYTES):
+                for frame in frames.feed(data):
+                    self._receive(frame)
                 silence.heard()
+            raise EOFError("the connection has ended")
         finally:
             silence.cancel()
             writer.transport.abort()

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
 from rayzero.orchestrator.aio import WORKER_POLL_S
@@ -171,7 +172,7 @@ class WorkerInbox:
         """Whether one of them may have made no progress for longer: a cheap test before the hang
         policy's thorough one, and nearly always cheaper still."""
         now_s, beats, heard_at_s = self._loop.now_s(), self._heartbeats, self._last_heard_s
-        longest_s = max((beat.silent_s for beat in beats.values()), default=0.0)
+        longest_s = max(map(attrgetter("silent_s"), beats.values()), default=0.0)
         if now_s - min(heard_at_s.values(), default=now_s) + longest_s <= limit_s:
             return False
         silent_s = {worker: beat.silent_s for worker, beat in beats.items()}

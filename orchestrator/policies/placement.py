@@ -152,6 +152,9 @@ class CallState(StrEnum):
     """Waits in its loop for the next generation."""
 
 
+_AHEAD = (CallState.PREPARING, CallState.PREPARED)
+
+
 @dataclass(frozen=True)
 class FunctionCall:
     """The call of the training function in a worker's process. There is one in each process.
@@ -171,7 +174,7 @@ class FunctionCall:
     @property
     def is_ahead(self) -> bool:
         """Whether its generation has not begun."""
-        return self.state in (CallState.PREPARING, CallState.PREPARED)
+        return self.state in _AHEAD
 
     @property
     def is_waiting(self) -> bool:

@@ -14,7 +14,7 @@ import pickle
 import socket
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from struct import Struct
@@ -46,6 +46,9 @@ class FrameKind(IntEnum):
     CHANGES = (
         16  # worker: as URGENT, but only what its agent combines: nothing of the user's classes
     )
+
+
+_KINDS = {int(kind): kind for kind in FrameKind}
 
 
 class Frame(NamedTuple):
@@ -165,6 +168,25 @@ def unpack_call(call: bytes) -> tuple[str, Sequence[Any]]:
     """The method and the arguments of a command."""
     method, arguments = pickle.loads(zlib.decompress(call))
     return method, arguments
+
+
+class FrameBuffer:
+    """Cuts what comes over a connection into frames; one turn of the event loop may bring many."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """The frames that end in these bytes."""
+        self._data += data
+        begin, end = 0, len(self._data)
+        while (start := begin + _HEADER.size) <= end:
+            kind, number, acknowledged, size = _HEADER.unpack_from(self._data, begin)
+            if start + size > end:
+                break
+            begin = start + size
+            yield Frame(_KINDS[kind], number, acknowledged, bytes(self._data[start:begin]))
+        del self._data[:begin]
 
 
 async def read_frame(reader: asyncio.StreamReader) -> Frame:
