@@ -312,7 +312,8 @@ class NodeLink:
                     return
                 self._on_news(events)
                 self._events = [*(self._events or ()), *events]
-        self._acknowledge(len(frame.payload))
+        if frame.number:
+            self._acknowledge(len(frame.payload))
         self._events = self._events or []
         self._changed.notify()
 

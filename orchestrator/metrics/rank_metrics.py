@@ -56,11 +56,17 @@ def _traffic_names(gauges: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in gauges if name.startswith(TRAFFIC_PREFIX))
 
 
-def _add_traffic(rank: int, rows: StepRows, totals: defaultdict[str, float]) -> None:
-    """Adds the bytes that a rank's engine has communicated since it was built."""
-    row = rows.ranks.index(rank)
-    for name in _traffic_names(rows.names):
-        totals[name] += max(0.0, rows.gauge(row, name) or 0.0)
+def _add_traffic(reports: Mapping[int, StepRows], totals: defaultdict[str, float]) -> None:
+    """Adds the bytes that the engines of these ranks have communicated since they were built."""
+    ranks: defaultdict[int, list[int]] = defaultdict(list)
+    records = {id(rows): rows for rows in reports.values()}
+    for rank, rows in reports.items():
+        ranks[id(rows)].append(rank)
+    for key, rows in records.items():
+        at = [*map(rows.ranks.index, ranks[key])]
+        for name in _traffic_names(rows.names):
+            column = rows.column(name)
+            totals[name] += sum(max(0.0, column[row]) for row in at)
 
 
 @dataclass
@@ -85,8 +91,8 @@ class RankMetricsTable:
 
     def start_generation(self, nodes: Sequence[str]) -> None:
         """A generation of these nodes, by rank; ranks that it does not have are removed."""
-        for rank in [rank for rank in self.reports if rank >= len(nodes)]:
-            _add_traffic(rank, self.reports.pop(rank), self.departed_traffic)
+        gone = [rank for rank in self.reports if rank >= len(nodes)]
+        _add_traffic({rank: self.reports.pop(rank) for rank in gone}, self.departed_traffic)
         self.beats = {rank: beat for rank, beat in self.beats.items() if rank < len(nodes)}
         self.nodes = dict(enumerate(nodes))
 
@@ -108,10 +114,9 @@ class RankMetricsTable:
         return RankMetrics(report, beat, node, self.exposed_comm_s[rank], self.data_wait_s[rank])
 
     def on_rows(self, rows: StepRows) -> None:
-        for rank in rows.ranks:
-            last = self.reports.get(rank)
-            if last is not None and last.generation != rows.generation:
-                _add_traffic(rank, last, self.departed_traffic)
+        last = {rank: self.reports[rank] for rank in rows.ranks if rank in self.reports}
+        gone = {rank: its for rank, its in last.items() if its.generation != rows.generation}
+        _add_traffic(gone, self.departed_traffic)
         self.reports.update(dict.fromkeys(rows.ranks, rows))
         for name, totals_s in (
             ("exposed_comm_s", self.exposed_comm_s),
@@ -127,6 +132,5 @@ class RankMetricsTable:
     def traffic(self) -> defaultdict[str, float]:
         """The sums over all ranks since the run began, by name."""
         totals = self.departed_traffic.copy()
-        for rank, rows in self.reports.items():
-            _add_traffic(rank, rows, totals)
+        _add_traffic(self.reports, totals)
         return totals

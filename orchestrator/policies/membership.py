@@ -215,7 +215,8 @@ class WorkerRegistry(ObservedState):
 
     def is_ahead(self, worker: int) -> bool:
         """Whether its function was called before its generation."""
-        return worker in self.calls and self.calls[worker].is_ahead
+        call = self.calls.get(worker)
+        return call is not None and call.is_ahead
 
     def leave_out(self, worker: int) -> None:
         """It is about to be ended because its function failed where it was new."""
@@ -253,12 +254,11 @@ class WorkerRegistry(ObservedState):
     def _candidates(self) -> tuple[WorkerInfo, ...]:
         """The ready workers. Where functions were called before their generation, which is of a
         certain size, without workers that came later; unless there are too few."""
-        if not any(call.is_ahead for call in self.calls.values()):  # the usual case
+        ahead = [worker for worker, call in self.calls.items() if call.is_ahead]
+        if self._alive.keys().isdisjoint(ahead):  # the usual case
             return self.ready
         called = tuple(worker for worker in self.ready if worker.index in self.calls)
-        has_ahead = any(self.is_ahead(worker.index) for worker in called)
-        enough = self.present_limits.size(len(called)) is not None
-        return called if has_ahead and enough else self.ready
+        return self.ready if self.present_limits.size(len(called)) is None else called
 
     def _invalidate(self) -> None:
         self._ready = self._nodes = None
