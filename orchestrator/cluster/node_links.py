@@ -22,12 +22,11 @@ from rayzero.workers.agent.link import (
     AgentAddress,
     Attach,
     Frame,
-    FrameBuffer,
     FrameKind,
+    FrameReceiver,
     Hello,
     Link,
     NodeCommand,
-    read_frame,
 )
 from rayzero.workers.authenticated import connect
 from rayzero.workers.messages import WorkerMessage
@@ -44,7 +43,7 @@ ACKNOWLEDGE_S = 0.5
 and waits with more after 64 frames."""
 READ_SLICE_S = 0.0003
 """How long messages are read before other tasks get a turn."""
-_LARGE_BYTES = _READ_BYTES = 64 * 1024
+_LARGE_BYTES = 64 * 1024
 _MAX_EARLY_FRAMES = 256
 CAUSE_WAIT_S = 1.0
 """How long the caller may take to find the cause of a process's end, once its port is closed."""
@@ -265,26 +264,34 @@ class NodeLink:
         """Connects, and receives until the connection's end, which it raises."""
         async with asyncio.timeout(SILENT_S):
             address = self._address
-            reader, writer = await connect(address.host, address.port, address.secret)
+            _, writer = await connect(address.host, address.port, address.secret)
         silence = SilenceWatch(self._silent_s, partial(self._end_silent, writer))
+
+        def receive(frame: Frame) -> None:
+            silence.heard()
+            if self._link.is_open:
+                self._receive(frame)
+            else:
+                self._begin(frame, writer.write)
+
+        receiver = FrameReceiver(receive)
         try:
+            writer.transport.set_protocol(receiver)  # before the agent sends anything
             writer.write(self._link.encode(FrameKind.ATTACH, pickle.dumps(self._attach)))
-            hello = await read_frame(reader)
-            if hello.kind is FrameKind.FENCED:
-                self.end(taken_over_error(pickle.loads(hello.payload)))
-                return
-            self.hello = pickle.loads(hello.payload)
-            self._link.open(writer.write, hello.acknowledged)
-            self._changed.notify()
-            frames = FrameBuffer()
-            while data := await reader.read(_READ_BYTES):
-                for frame in frames.feed(data):
-                    self._receive(frame)
-                silence.heard()
+            await receiver.ended
             raise EOFError("the connection has ended")
         finally:
             silence.cancel()
             writer.transport.abort()
+
+    def _begin(self, hello: Frame, write: Callable[[bytes], object]) -> None:
+        """The agent has answered to `Attach`."""
+        if hello.kind is FrameKind.FENCED:
+            self.end(taken_over_error(pickle.loads(hello.payload)))
+            return
+        self.hello = pickle.loads(hello.payload)
+        self._link.open(write, hello.acknowledged)
+        self._changed.notify()
 
     def _end_silent(self, writer: asyncio.StreamWriter) -> None:
         self._silent_s *= 2  # a long frame over a slow network takes long each time

@@ -33,6 +33,7 @@ _GAUGES = {
     OUTSIDE_PHASE: "phases/other",
 }
 """The gauge of a step's seconds in each phase that has a learned limit."""
+_POSITIONS = {phase: position for position, phase in enumerate(_GAUGES)}
 
 
 class StepTimes:
@@ -70,7 +71,8 @@ class StepTimes:
         return self._usual_s
 
     def longest_s(self, phase: str) -> float:
-        return max(dict(zip(_GAUGES, it, strict=True)).get(phase, 0.0) for it in self._longest)
+        at = _POSITIONS.get(phase)
+        return 0.0 if at is None else max(block[at] for block in self._longest)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import pickle
 import socket
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from struct import Struct
@@ -170,14 +170,21 @@ def unpack_call(call: bytes) -> tuple[str, Sequence[Any]]:
     return method, arguments
 
 
-class FrameBuffer:
-    """Cuts what comes over a connection into frames; one turn of the event loop may bring many."""
+class FrameReceiver(asyncio.Protocol):
+    """Receives the frames of a connection in the turn in which they come: a stream's reader would
+    wake a task for each, and a controller has thousands of connections.
 
-    def __init__(self) -> None:
+    Args:
+        receive: called with each.
+    """
+
+    def __init__(self, receive: Callable[[Frame], None]) -> None:
+        self._receive = receive
         self._data = bytearray()
+        self.ended = asyncio.get_running_loop().create_future()
+        """Done when the connection has ended."""
 
-    def feed(self, data: bytes) -> Iterator[Frame]:
-        """The frames that end in these bytes."""
+    def data_received(self, data: bytes) -> None:
         self._data += data
         begin, end = 0, len(self._data)
         while (start := begin + _HEADER.size) <= end:
@@ -185,8 +192,13 @@ class FrameBuffer:
             if start + size > end:
                 break
             begin = start + size
-            yield Frame(_KINDS[kind], number, acknowledged, bytes(self._data[start:begin]))
+            payload = bytes(self._data[start:begin])
+            self._receive(Frame(_KINDS[kind], number, acknowledged, payload))
         del self._data[:begin]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
 
 
 async def read_frame(reader: asyncio.StreamReader) -> Frame:
