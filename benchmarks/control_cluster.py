@@ -277,7 +277,9 @@ class _Cluster:
             return
         self._step += 1
         step, generation, world_size = self._step, self._generation, self._world_size
+        leaves = self._draining  # or none does: some without a next step would keep the others
         times = {"step_s": self._scale.step_s, "exposed_comm_s": 0.01}
+        times |= {it: self._scale.step_s / 10 for it in GAUGES if it.startswith("phases/")}
         gauges = dict.fromkeys(GAUGES, float(step)) | times
         slots: defaultdict[str, list[SlotInfo]] = defaultdict(list)
         async for worker in self._members_in_turn(generation):
@@ -285,7 +287,7 @@ class _Cluster:
                 SlotInfo(generation, worker.rank, world_size, step, SLOT_BYTES, pinned=False)
             )
             messages: list[WorkerMessage] = [StepReport(generation, worker.rank, step, {}, gauges)]
-            if self._draining:
+            if leaves:
                 worker.generation = 0
                 messages.append(Stopped(generation, worker.rank, stays=True))
             self._send(worker, *messages)
@@ -322,7 +324,7 @@ class _Cluster:
 
     def _send(self, worker: _Worker, *messages: WorkerMessage) -> None:
         """Sends messages, and a heartbeat at the end, as a worker does."""
-        kind = FrameKind.URGENT
+        kind = FrameKind.CHANGES
         if not messages:
             kind = FrameKind.QUIET
         elif isinstance(messages[-1], StepReport):

@@ -14,9 +14,9 @@ from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.policies.failure import Fault
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.chaos.spec import FaultFired
-from rayzero.workers.messages import Heartbeat, LogLine, RoleReport, WorkerInfo
+from rayzero.workers.messages import LogLine, RoleReport, WorkerInfo
 from rayzero.workers.rollouts.counts import RolloutCounts
-from rayzero.workers.step_rows import StepRows
+from rayzero.workers.step_rows import Heartbeats, StepRows
 
 
 @dataclass(frozen=True)
@@ -368,7 +368,7 @@ ControlEvent: TypeAlias = (
 """What only the job's own process uses."""
 
 
-FrequentEvent: TypeAlias = StepRows | Heartbeat | RoleReport | RolloutsCounted
+FrequentEvent: TypeAlias = StepRows | Heartbeats | RoleReport | RolloutsCounted
 """Messages of ranks of the newest generation, of roles' workers and of the buffer: too many
 for anyone but the metrics. The last report of a step precedes its `StepRecord`."""
 

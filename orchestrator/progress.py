@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rayzero.workers.step_rows import StepRows
@@ -15,37 +16,41 @@ FOLD_ROWS = 256
 
 
 class RowAggregator:
-    """Sums and extremes of named numbers, at about a microsecond per row: columns are collected,
-    and aggregated in C from time to time."""
+    """Sums of named numbers, and extremes of some, at about a microsecond per row: rows are
+    collected, and aggregated by columns, in C, from time to time.
 
-    def __init__(self) -> None:
+    Args:
+        has_extremes: whether a name's are wanted.
+    """
+
+    def __init__(self, has_extremes: Callable[[str], bool] = lambda name: True) -> None:
+        self._has_extremes = has_extremes
         self._rows = 0
-        self._columns: defaultdict[str, list[float]] = defaultdict(list)
-        """Those not aggregated yet."""
+        self._numbers: defaultdict[tuple[str, ...], array[float]]
+        self._numbers = defaultdict(lambda: array("d"))
+        """Of the rows that are not aggregated yet, by their names."""
         self._counts: defaultdict[str, int] = defaultdict(int)
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._maxima: dict[str, float] = {}
         self._minima: dict[str, float] = {}
 
-    def add_rows(self, names: Sequence[str], numbers: Sequence[float]) -> None:
+    def add_rows(self, names: tuple[str, ...], numbers: Sequence[float]) -> None:
         """
         Args:
             numbers: the first row, the second one...
         """
-        columns, width = self._columns, len(names)
-        for index, name in enumerate(names):
-            columns[name] += numbers[index::width]
-        self._rows += len(numbers) // max(1, width)
+        self._numbers[names].extend(numbers)
+        self._rows += len(numbers) // max(1, len(names))
         if self._rows >= FOLD_ROWS:
             self._fold()
 
     def maxima(self) -> Mapping[str, float]:
-        """The largest value of each name."""
+        """The largest value of each name that has extremes."""
         self._fold()
         return self._maxima
 
     def minima(self, rows: int) -> dict[str, float]:
-        """The smallest value of each name that exactly `rows` rows have."""
+        """The smallest value of each of these that exactly `rows` rows have."""
         self._fold()
         return {name: low for name, low in self._minima.items() if self._counts[name] == rows}
 
@@ -55,17 +60,21 @@ class RowAggregator:
         return {name: total / self._counts[name] for name, total in self._sums.items()}
 
     def _fold(self) -> None:
-        for name, column in self._columns.items():
-            self._counts[name] += len(column)
-            self._sums[name] += sum(column)
-            self._maxima[name] = max(self._maxima.get(name, column[0]), max(column))
-            self._minima[name] = min(self._minima.get(name, column[0]), min(column))
-        self._columns.clear()
+        for names, numbers in self._numbers.items():
+            for index, name in enumerate(names):
+                column = numbers[index :: len(names)]
+                self._counts[name] += len(column)
+                self._sums[name] += sum(column)
+                if self._has_extremes(name):
+                    self._maxima[name] = max(self._maxima.get(name, column[0]), max(column))
+                    self._minima[name] = min(self._minima.get(name, column[0]), min(column))
+        self._numbers.clear()
         self._rows = 0
 
 
 _BYTES_PREFIX = "bytes/"
 _WAIT_GAUGES = ("phases/data", "phases/mirror", "checkpoint_s")
+_EXTREMES = frozenset(("step_s", "replica_step", *_WAIT_GAUGES))
 
 BUILTIN_GAUGES = frozenset(
     (
@@ -131,21 +140,21 @@ class _OpenStep:
         self.ranks: set[int] = set()
         self.counters: defaultdict[str, float] = defaultdict(float)
         self.at_s = 0.0
-        self.gauges = RowAggregator()
+        self.gauges = RowAggregator(lambda it: it in _EXTREMES or it.startswith(_BYTES_PREFIX))
 
     def add(self, rows: StepRows) -> int:
         """Returns the number of ranks that have finished it; each counts once."""
-        new = [row for row, rank in enumerate(rows.ranks) if rank not in self.ranks]
-        if not new:
-            return len(self.ranks)
-        self.ranks.update(rows.ranks)
-        for row in new:
-            for name, number in rows.counters[row].items():
-                self.counters[name] += number
-            self.at_s = max(self.at_s, rows.at_s[row])
-        numbers, width = rows.numbers, len(rows.names)
-        if len(new) < len(rows.ranks):
+        numbers: Sequence[float] = rows.numbers
+        counters, width = rows.counters, len(rows.names)
+        if not self.ranks.isdisjoint(rows.ranks):
+            new = [row for row, rank in enumerate(rows.ranks) if rank not in self.ranks]
             numbers = [it for row in new for it in numbers[row * width : (row + 1) * width]]
+            counters = tuple(counters[row] for row in new)
+        self.ranks.update(rows.ranks)
+        for its in counters:
+            for name, number in its.items():
+                self.counters[name] += number
+        self.at_s = max(self.at_s, *rows.at_s)
         self.gauges.add_rows(rows.names, numbers)
         return len(self.ranks)
 

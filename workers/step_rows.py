@@ -1,4 +1,4 @@
-"""The reports of one step by several workers in one record."""
+"""Messages of several workers in one record: their reports of a step, and others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TypeAlias
 
-from rayzero.workers.messages import StepReport, WorkerMessage
+from rayzero.workers.messages import Heartbeat, RankMessage, StepReport, WorkerMessage
 
 
 @dataclass(frozen=True)
@@ -31,22 +31,22 @@ class StepRows:
     at_s: tuple[float, ...]
 
     @cached_property
-    def numbers(self) -> list[float]:
+    def numbers(self) -> array[float]:
         """The values."""
-        return [*array("d", self.values)]
+        return array("d", self.values)
 
     @cached_property
     def positions(self) -> dict[str, int]:
         """Where in each report's gauges a name is."""
         return _positions(self.names)
 
-    def column(self, name: str, default: float = 0.0) -> list[float]:
+    def column(self, name: str, default: float = 0.0) -> Sequence[float]:
         """The gauge of each report; `default` if they do not have it."""
         if (position := self.positions.get(name)) is None:
             return [default] * len(self.workers)
         return self.numbers[position :: len(self.names)]
 
-    @property
+    @cached_property
     def own_s(self) -> list[float]:
         """The seconds that each rank itself took: without those that it waited for others."""
         pairs = zip(self.column("step_s"), self.column("exposed_comm_s"), strict=True)
@@ -64,7 +64,7 @@ class StepRows:
         return dict(zip(self.positions, numbers, strict=True))
 
     @property
-    def reports(self) -> list[StepReport]:
+    def messages(self) -> list[StepReport]:
         """The reports, by worker. Slow: what thousands of workers send is read by columns."""
         return [
             StepReport(self.generation, rank, self.step, counters, self.gauges(row), at_s)
@@ -98,5 +98,23 @@ def combine(workers: Sequence[int], reports: Sequence[StepReport]) -> StepRows:
     )
 
 
-ReceivedMessage: TypeAlias = WorkerMessage | StepRows
+@dataclass(frozen=True)
+class Heartbeats:
+    """Heartbeats of some workers that came together, each with its worker's index."""
+
+    workers: tuple[int, ...]
+    messages: tuple[Heartbeat, ...]
+
+
+@dataclass(frozen=True)
+class NodeMessages:
+    """Other messages of some workers that came together, in their order."""
+
+    workers: tuple[int, ...]
+    messages: tuple[RankMessage, ...]
+
+
+NodeRecord: TypeAlias = StepRows | NodeMessages | Heartbeats
+"""Messages of several workers of a node."""
+ReceivedMessage: TypeAlias = WorkerMessage | NodeRecord
 """What a controller receives."""

@@ -10,7 +10,7 @@ import asyncio
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, TypeAlias
@@ -23,13 +23,14 @@ from rayzero.workers.agent.link import (
     Attach,
     Frame,
     FrameKind,
+    FrameReceiver,
     Hello,
     Link,
     NodeCommand,
-    read_frame,
 )
 from rayzero.workers.authenticated import connect
-from rayzero.workers.step_rows import ReceivedMessage, StepRows
+from rayzero.workers.messages import WorkerMessage
+from rayzero.workers.step_rows import ReceivedMessage
 
 SILENT_S = 3.0
 """A connection over which no frame has come for three beats, or that takes as long to be made, is
@@ -49,8 +50,8 @@ CAUSE_WAIT_S = 1.0
 
 
 MailReceiver: TypeAlias = Callable[[int, list[ReceivedMessage]], None]
-"""Called with a worker's index and messages. `StepRows` are of several workers with the same
-receiver, and come as a message of the first one."""
+"""Called with a worker's index and messages. A `NodeRecord` is of several workers with the same
+receiver, and comes as a message of the first one."""
 
 
 class WorkerMail:
@@ -62,8 +63,8 @@ class WorkerMail:
         self._subscribers: dict[int, MailReceiver | None] = {}
         self._early: dict[int, deque[bytes]] = {}
         self._unread: dict[object, list[bytes]] = {}  # batches, by the stream they came over
-        self.on_answer: Callable[[int, bytes], None] = lambda worker, payload: None
-        """Called with each answer to a command; one that is sent again comes again."""
+        self.on_answer: Callable[[Sequence[int], bytes], None] = lambda workers, payload: None
+        """Called with workers and their answer to a command; one that is sent again comes again."""
 
     def has_heard(self, worker: int) -> bool:
         """Whether a message of the worker has come, so that its agent sees it end."""
@@ -103,32 +104,21 @@ class WorkerMail:
         known = self._numbers
         new = {it for it in batch.combined if it[1] > known.get(it[0], 0)}
         known |= sorted(new)
-        for rows, numbers in batch.rows:
-            self._deliver_rows(rows, numbers, new)
-        for worker, number, beat in batch.beats:
-            if (worker, number) in new:
-                self._pass(worker, [beat])
-        for worker, number, payload, is_answer in batch.frames:
-            if is_answer:
-                self.on_answer(worker, payload)
-            elif number > known.get(worker, 0):
+        for record, numbers in batch.records:
+            receive, *others = {*map(self._subscribers.get, record.workers)}
+            if receive is not None and not others and len(new) == len(batch.combined):
+                receive(record.workers[0], [record])
+                continue
+            messages: Sequence[WorkerMessage] = record.messages
+            for worker, number, message in zip(record.workers, numbers, messages, strict=True):
+                if (worker, number) in new:
+                    self._pass(worker, [message])
+        for worker, number, payload in batch.frames:
+            if number > known.get(worker, 0):
                 known[worker] = number
                 self._pass(worker, payload)
-
-    def _deliver_rows(
-        self, rows: StepRows, numbers: Sequence[int], new: Collection[tuple[int, int]]
-    ) -> None:
-        receive = self._subscribers.get(rows.workers[0])
-        is_usual = receive is not None and all(
-            (worker, number) in new and self._subscribers.get(worker) == receive
-            for worker, number in zip(rows.workers, numbers, strict=True)
-        )
-        if receive is not None and is_usual:
-            receive(rows.workers[0], [rows])
-            return
-        for worker, number, report in zip(rows.workers, numbers, rows.reports, strict=True):
-            if (worker, number) in new:
-                self._pass(worker, [report])
+        for payload, workers in batch.answers:
+            self.on_answer(workers, payload)
 
     def _pass(self, worker: int, messages: bytes | list[ReceivedMessage]) -> None:
         """Passes messages, or their pickled form, to the worker's subscriber."""
@@ -274,23 +264,34 @@ class NodeLink:
         """Connects, and receives until the connection's end, which it raises."""
         async with asyncio.timeout(SILENT_S):
             address = self._address
-            reader, writer = await connect(address.host, address.port, address.secret)
+            _, writer = await connect(address.host, address.port, address.secret)
         silence = SilenceWatch(self._silent_s, partial(self._end_silent, writer))
+
+        def receive(frame: Frame) -> None:
+            silence.heard()
+            if self._link.is_open:
+                self._receive(frame)
+            else:
+                self._begin(frame, writer.write)
+
+        receiver = FrameReceiver(receive)
         try:
+            writer.transport.set_protocol(receiver)  # before the agent sends anything
             writer.write(self._link.encode(FrameKind.ATTACH, pickle.dumps(self._attach)))
-            hello = await read_frame(reader)
-            if hello.kind is FrameKind.FENCED:
-                self.end(taken_over_error(pickle.loads(hello.payload)))
-                return
-            self.hello = pickle.loads(hello.payload)
-            self._link.open(writer.write, hello.acknowledged)
-            self._changed.notify()
-            while True:
-                self._receive(await read_frame(reader))
-                silence.heard()
+            await receiver.ended
+            raise EOFError("the connection has ended")
         finally:
             silence.cancel()
             writer.transport.abort()
+
+    def _begin(self, hello: Frame, write: Callable[[bytes], object]) -> None:
+        """The agent has answered to `Attach`."""
+        if hello.kind is FrameKind.FENCED:
+            self.end(taken_over_error(pickle.loads(hello.payload)))
+            return
+        self.hello = pickle.loads(hello.payload)
+        self._link.open(write, hello.acknowledged)
+        self._changed.notify()
 
     def _end_silent(self, writer: asyncio.StreamWriter) -> None:
         self._silent_s *= 2  # a long frame over a slow network takes long each time
@@ -318,7 +319,8 @@ class NodeLink:
                     return
                 self._on_news(events)
                 self._events = [*(self._events or ()), *events]
-        self._acknowledge(len(frame.payload))
+        if frame.number:
+            self._acknowledge(len(frame.payload))
         self._events = self._events or []
         self._changed.notify()
 

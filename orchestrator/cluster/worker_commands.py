@@ -19,8 +19,8 @@ from rayzero.workers.vault.records import ConnectionLost, VaultEvent
 _ENDED = "its process has ended"
 _NOTHING = pickle.dumps(())
 
-OnAnswer: TypeAlias = Callable[[int, Exception | None, Any], None]
-"""Called with the worker, and its error or its result."""
+OnAnswer: TypeAlias = Callable[[Sequence[int], Exception | None, Any], None]
+"""Called with workers, and their error or their result."""
 
 
 class Call(NamedTuple):
@@ -70,8 +70,8 @@ class WorkerCommands:
     def send(self, nodes: Mapping[int, str], call: Call, on_answer: OnAnswer) -> int:
         """Sends a command to workers, given with their nodes. Returns its number."""
         number = next(self._numbers)
-        for worker in self._lost.intersection(nodes):
-            on_answer(worker, WorkerLostError(_ENDED), None)
+        if lost := self._lost.intersection(nodes):
+            on_answer([*lost], WorkerLostError(_ENDED), None)
         nodes = {worker: node for worker, node in nodes.items() if worker not in self._lost}
         own = {worker: pickle.dumps(values) for worker, values in call.own.items()}
         command = _Command(
@@ -90,7 +90,7 @@ class WorkerCommands:
         """The result of a call in one worker; raises what it raises, and WorkerLostError."""
         answer = asyncio.get_running_loop().create_future()
 
-        def on_answer(_: int, error: Exception | None, result: Any) -> None:
+        def on_answer(_: Sequence[int], error: Exception | None, result: Any) -> None:
             if answer.done():
                 return
             if error is not None:
@@ -102,7 +102,7 @@ class WorkerCommands:
         try:
             return await answer
         finally:
-            self._forget(number, worker)
+            self._forget(number, [worker])
 
     def watch(self, on_doubt: Callable[[str], None]) -> None:
         """Calls `on_doubt` with a node when `is_in_doubt` may have become true there."""
@@ -131,7 +131,7 @@ class WorkerCommands:
             if workers:
                 self._put(node, number, command, workers)
 
-    def on_answer(self, worker: int, payload: bytes) -> None:
+    def on_answer(self, workers: Sequence[int], payload: bytes) -> None:
         controller, number, reply = pickle.loads(payload)
         if controller != self._attach.controller:
             return
@@ -139,27 +139,31 @@ class WorkerCommands:
             error, result = pickle.loads(reply)
         except Exception as raised:  # noqa: BLE001  # of a class that does not exist here
             error, result = RayzeroError(f"an answer cannot be read: {raised}"), None
-        self._answer(number, worker, error, result)
+        self._answer(number, workers, error, result)
 
     def end(self, worker: int, cause: str) -> None:
         """A worker's process has ended: it answers nothing any more."""
         self._lost.add(worker)
         for number in tuple(self._unanswered):
-            self._answer(number, worker, WorkerLostError(cause), None)
+            self._answer(number, [worker], WorkerLostError(cause), None)
 
-    def _answer(self, number: int, worker: int, error: Exception | None, result: Any) -> None:
-        command = self._forget(number, worker)
-        if command is not None:  # else its caller has given up
-            command.on_answer(worker, error, result)
-
-    def _forget(self, number: int, worker: int) -> _Command | None:
-        """The command, if the worker has not answered it yet."""
+    def _answer(
+        self, number: int, workers: Sequence[int], error: Exception | None, result: Any
+    ) -> None:
         command = self._unanswered.get(number)
-        if command is None or command.nodes.pop(worker, None) is None:
-            return None
+        new = self._forget(number, workers)
+        if command is not None and new:  # else their caller has given up
+            command.on_answer(new, error, result)
+
+    def _forget(self, number: int, workers: Sequence[int]) -> list[int]:
+        """Those of the workers that had not answered the command."""
+        command = self._unanswered.get(number)
+        if command is None:
+            return []
+        new = [worker for worker in workers if command.nodes.pop(worker, None) is not None]
         if not command.nodes:
             del self._unanswered[number]
-        return command
+        return new
 
     def _put(self, node: str, number: int, command: _Command, workers: list[int]) -> None:
         link = self._link_of(node)

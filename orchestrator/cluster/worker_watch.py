@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from rayzero.orchestrator.aio import ChangeNotifier, PendingReplies, WorkerRepor
 from rayzero.orchestrator.cluster.node_links import WorkerMail
 from rayzero.orchestrator.cluster.worker_commands import Call, WorkerCommands
 from rayzero.orchestrator.errors import WorkerLostError
-from rayzero.workers.step_rows import ReceivedMessage
+from rayzero.workers.step_rows import NodeRecord, ReceivedMessage
 
 
 class WorkerWatch:
@@ -90,19 +90,22 @@ class WorkerWatch:
         return replies
 
     def _on_answer(
-        self, replies: PendingReplies, worker: int, error: Exception | None, _: Any
+        self, replies: PendingReplies, workers: Sequence[int], error: Exception | None, _: Any
     ) -> None:
         if error is None or isinstance(error, WorkerLostError):
-            replies.mark_done([worker])
+            replies.mark_done(workers)
         else:
             replies.mark_failed(error)
 
     def _on_messages(self, worker: int, messages: list[ReceivedMessage]) -> None:
         self._messages.append((worker, messages))
-        if worker in self._asking:
-            node = self._subscribed[worker]
-            if not self._commands.is_in_doubt(worker, node):  # its agent sees it, and knows more
-                self._asking.pop(worker).cancel()
+        if self._asking:
+            first = messages[0] if messages else None
+            together = first.workers if isinstance(first, NodeRecord) else (worker,)
+            for heard in self._asking.keys() & together:
+                # Its agent sees it, and knows more.
+                if not self._commands.is_in_doubt(heard, self._subscribed[heard]):
+                    self._asking.pop(heard).cancel()
         self._changed.notify()
 
     def _on_doubt(self, node: str) -> None:

@@ -21,7 +21,6 @@ from rayzero.workers.messages import (
     Crashed,
     Divided,
     Finished,
-    Heartbeat,
     Joined,
     LogLine,
     Mirrored,
@@ -32,7 +31,7 @@ from rayzero.workers.messages import (
     Stopped,
     WentBack,
 )
-from rayzero.workers.step_rows import ReceivedMessage, StepRows
+from rayzero.workers.step_rows import Heartbeats, ReceivedMessage, StepRows
 
 
 @dataclass(eq=False)
@@ -55,7 +54,7 @@ class MessageDispatcher:
     def __post_init__(self) -> None:
         # A table, not a chain of tests: a large job sends thousands of these a second.
         self._handlers: dict[type[ReceivedMessage], Callable[[int, Any], None]] = {
-            Heartbeat: self._steps.on_heartbeat,
+            Heartbeats: self._steps.on_heartbeats,
             StepRows: self._steps.on_rows,
             Joined: self._on_joined,
             Restored: self._on_restored,

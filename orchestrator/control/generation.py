@@ -15,7 +15,6 @@ from rayzero.orchestrator.policies.membership import Selected
 from rayzero.workers.messages import (
     Crashed,
     Finished,
-    Heartbeat,
     InProcessStateInfo,
     Joined,
     Notes,
@@ -25,6 +24,7 @@ from rayzero.workers.messages import (
     Stopped,
     WorkerInfo,
 )
+from rayzero.workers.step_rows import Heartbeats
 from rayzero.workers.vault.records import Restore
 
 FLUSH_SLICE_S = 1.0
@@ -117,12 +117,18 @@ class GenerationState(ObservedState):
         """The members are about to get their assignments; one that is lost by now never leaves."""
         self.active = set(filter(is_alive, self.assignments))
 
-    def on_heartbeat(self, worker: int, beat: Heartbeat) -> bool:
-        """Records a heartbeat. False if its sender is no active member."""
-        if worker not in self.active or beat.rank != self.assignments[worker].rank:
-            return False
-        self.advance_to(beat.step)
-        return True
+    def on_heartbeats(self, beats: Heartbeats) -> Heartbeats | None:
+        """Records heartbeats. Returns those of active members, if there are any."""
+        active, assignments = self.active, self.assignments
+        own = {
+            worker: beat
+            for worker, beat in zip(beats.workers, beats.messages, strict=True)
+            if worker in active and beat.rank == assignments[worker].rank
+        }
+        if not own:
+            return None
+        self.advance_to(max(beat.step for beat in own.values()))
+        return Heartbeats(tuple(own), tuple(own.values()))
 
     def on_joined(self, worker: int, message: Joined) -> bool:
         """Records a member that joined. True if it was the last one."""

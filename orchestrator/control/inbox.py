@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
 from rayzero.orchestrator.aio import WORKER_POLL_S
@@ -19,7 +20,14 @@ from rayzero.workers.messages import (
     StepReport,
 )
 from rayzero.workers.output import dropped_lines_text
-from rayzero.workers.step_rows import ReceivedMessage, StepRows, combine
+from rayzero.workers.step_rows import (
+    Heartbeats,
+    NodeMessages,
+    NodeRecord,
+    ReceivedMessage,
+    StepRows,
+    combine,
+)
 from rayzero.workers.vault.records import ProcessStalled
 
 if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
@@ -110,18 +118,24 @@ class WorkerInbox:
         for message in self._undelivered.pop(worker, ()):
             kind = type(message)
             if kind is Heartbeat:
-                self._heartbeats[worker] = cast(Heartbeat, message)
+                message = Heartbeats((worker,), (cast(Heartbeat, message),))
             elif kind is StepReport:
-                self._on_rows(combine([worker], [cast(StepReport, message)]))
-                continue
+                message = combine([worker], [cast(StepReport, message)])
             elif kind is LogLine:
                 self._lines.deliver(cast(LogLine, message))
-            self._dispatch(worker, message)
+            self._deliver(worker, message)
 
-    def _on_rows(self, rows: StepRows) -> None:
-        """Some workers have finished a step; what they sent before is delivered."""
-        self._add_to_history(rows)
-        self._dispatch(rows.workers[0], rows)
+    def _deliver(self, worker: int, message: ReceivedMessage) -> None:
+        """Delivers a message; what its workers have sent before is delivered."""
+        if isinstance(message, StepRows):
+            self._add_to_history(message)
+        elif isinstance(message, Heartbeats):
+            self._heartbeats |= zip(message.workers, message.messages, strict=True)
+        elif isinstance(message, NodeMessages):
+            for its, one in zip(message.workers, message.messages, strict=True):
+                self._dispatch(its, one)
+            return
+        self._dispatch(worker, message)
 
     def _add_to_history(self, rows: StepRows) -> None:
         generation, now_s = self._members.generation, self._loop.now_s()
@@ -129,15 +143,15 @@ class WorkerInbox:
             restored_s = generation.restored
             self.history.add(rows, lambda worker: now_s - restored_s.get(worker, now_s))
 
-    def _receive_rows(self, rows: StepRows, now_s: float) -> None:
-        """Handles them at once, which takes less time than to queue them."""
+    def _receive_record(self, record: NodeRecord, now_s: float) -> None:
+        """Handles it at once, which takes less time than to queue it."""
         heard_at_s, pending = self._last_heard_s, self._undelivered
-        for worker in rows.workers:
+        for worker in record.workers:
             if worker in heard_at_s:
                 heard_at_s[worker] = now_s
             if worker in pending:
                 self.deliver(worker)
-        self._on_rows(rows)
+        self._deliver(record.workers[0], record)
 
     def on_stalled(self, event: ProcessStalled) -> None:
         """The vault of its node has seen that a process does not run, or that it runs again."""
@@ -158,7 +172,7 @@ class WorkerInbox:
         """Whether one of them may have made no progress for longer: a cheap test before the hang
         policy's thorough one, and nearly always cheaper still."""
         now_s, beats, heard_at_s = self._loop.now_s(), self._heartbeats, self._last_heard_s
-        longest_s = max((beat.silent_s for beat in beats.values()), default=0.0)
+        longest_s = max(map(attrgetter("silent_s"), beats.values()), default=0.0)
         if now_s - min(heard_at_s.values(), default=now_s) + longest_s <= limit_s:
             return False
         silent_s = {worker: beat.silent_s for worker, beat in beats.items()}
@@ -190,8 +204,8 @@ class WorkerInbox:
             reports = await group.receive()
             now_s = self._loop.now_s()
             for worker, messages in reports.messages:
-                if messages and type(messages[0]) is StepRows:
-                    self._receive_rows(messages[0], now_s)
+                if messages and isinstance(first := messages[0], NodeRecord):
+                    self._receive_record(first, now_s)
                     continue
                 if worker in heard_at_s:
                     heard_at_s[worker] = now_s

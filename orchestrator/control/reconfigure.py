@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rayzero.engine.data.consumed import SAMPLES_PHASE
@@ -171,11 +171,12 @@ class MemberSelection:
         while True:
             self._failures.retire(registry.spent(stays=stays))
             selection = await self._await_members(self._wanted())
-            assignments = self._members.assign(selection)
-            others = {*misplaced(assignments, registry.calls)}
-            stay = any(call.is_waiting for call in registry.calls_of(assignments))
+            calls, others = registry.calls_of(selection.indices), set[int]()
+            if any(call.is_bound for call in calls):
+                others.update(misplaced(self._members.assign(selection), registry.calls))
             ahead = {it.index for it in registry.ready if registry.is_ahead(it.index)}
-            others |= ahead.difference(assignments if stay else ())
+            stay = any(call.is_waiting for call in calls)
+            others |= ahead.difference(selection.indices if stay else ())
             if not others:
                 return selection
             self._failures.retire(sorted(others))
@@ -326,7 +327,7 @@ class Rendezvous:
             for worker, member in assignments.items()
         }
         stay = {
-            worker: replace(calls[worker], state=CallState.RUNNING)
+            worker: calls[worker].come_to(CallState.RUNNING)
             for worker in assignments
             if worker in calls and calls[worker].is_waiting
         }

@@ -39,7 +39,7 @@ from rayzero.workers.messages import (
 from rayzero.workers.roles.role_calls import RoleCalls
 from rayzero.workers.roles.view import TASKS_PHASE
 from rayzero.workers.stacks import Stacks
-from rayzero.workers.step_rows import ReceivedMessage
+from rayzero.workers.step_rows import Heartbeats, ReceivedMessage
 from rayzero.workers.vault.process_end import ProcessEnd
 from rayzero.workers.worker_status import WorkerStatus
 
@@ -252,15 +252,15 @@ class RolePool:
         return self.workers.get(worker.info.index) is worker
 
     def _on_message(self, index: int, message: ReceivedMessage) -> None:
+        if isinstance(message, Heartbeats):
+            for its, beat in zip(message.workers, message.messages, strict=True):
+                self._on_heartbeat(its, beat)
+            return
         if (worker := self.workers.get(index)) is None:
             return  # it was lost, or ended
         match message:
             case LogLine() | RoleReport():
                 self._events.emit(message)
-            case Heartbeat() if message.phase == TASKS_PHASE:
-                if message.silent_s > self.plan.worker_spec.patience_s and not worker.hangs:
-                    worker.hangs = True
-                    self._loop.spawn(self._end_hung(worker, message.silent_s))
             case Finished():
                 self.finished.add(worker.number)
                 self._end(worker, has_returned=True)
@@ -269,6 +269,13 @@ class RolePool:
                 if cause is FaultCause.COLLECTIVE:  # of the function's own
                     cause = FaultCause.USER_CODE
                 self._on_fault(worker, cause, message.error, message.traceback)
+
+    def _on_heartbeat(self, index: int, beat: Heartbeat) -> None:
+        worker, limit_s = self.workers.get(index), self.plan.worker_spec.patience_s
+        if worker is None or worker.hangs or beat.phase != TASKS_PHASE or beat.silent_s <= limit_s:
+            return
+        worker.hangs = True
+        self._loop.spawn(self._end_hung(worker, beat.silent_s))
 
     async def _end_hung(self, worker: RoleWorker, silent_s: float) -> None:
         limit_s = self.plan.worker_spec.patience_s

@@ -20,8 +20,8 @@ from rayzero.orchestrator.policies.stragglers import SpeedTracker
 from rayzero.orchestrator.policies.usefulness import EqualLosses
 from rayzero.orchestrator.progress import JobProgress, StepRecord
 from rayzero.workers.calls import WorkerCalls
-from rayzero.workers.messages import Divided, Heartbeat
-from rayzero.workers.step_rows import StepRows
+from rayzero.workers.messages import Divided
+from rayzero.workers.step_rows import Heartbeats, StepRows
 
 
 @dataclass(eq=False)
@@ -55,7 +55,8 @@ class StepReports:
         self._versions.start_generation(generation)
         members = tuple(generation.assignments)
         self._speeds.start_generation(members)
-        return self._balancer.start_generation(members, self._speeds.shares_per_s(members))
+        measured = self._speeds.shares_per_s(members) if self._balancer.enabled else ()
+        return self._balancer.start_generation(members, measured)
 
     def continue_generation(
         self, generation: GenerationState, reported: int, step: int, shares: tuple[float, ...]
@@ -136,6 +137,7 @@ class StepReports:
         self._balancer.on_divided(message.shares)
         self._events.warn(describe_shares(message.shares))
 
-    def on_heartbeat(self, worker: int, beat: Heartbeat) -> None:
-        if self._members.generation.on_heartbeat(worker, beat):
-            self._events.emit(beat)
+    def on_heartbeats(self, worker: int, beats: Heartbeats) -> None:
+        del worker
+        if own := self._members.generation.on_heartbeats(beats):
+            self._events.emit(own)

@@ -17,7 +17,12 @@ from prometheus_client.core import Metric
 
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.job_metrics import JobMetrics, StoredStep
-from rayzero.orchestrator.metrics.rank_metrics import TRAFFIC_PREFIX, RankMetrics, RankMetricsTable
+from rayzero.orchestrator.metrics.rank_metrics import (
+    TRAFFIC_PREFIX,
+    RankMetrics,
+    RankMetricsTable,
+    RankView,
+)
 from rayzero.orchestrator.metrics.role_metrics import ROLE_SERIES, ROLLOUT_SERIES
 from rayzero.orchestrator.metrics.series import (
     JobSeries,
@@ -41,11 +46,11 @@ def _info(job: JobMetrics) -> Mapping[tuple[str, ...], float]:
     return {(version("rayzero"), "" if job.stage is None else str(job.stage)): 1}
 
 
-def _traffic(unit: str, ranks: RankMetricsTable) -> Mapping[str, float]:
+def _traffic(unit: str, ranks: RankView) -> Mapping[str, float]:
     """The traffic of each collective, by its name. `unit`: "bytes" or "calls"."""
     return {
         name.removeprefix(TRAFFIC_PREFIX).removesuffix(f"/{unit}"): amount
-        for name, amount in sorted(ranks.traffic().items())
+        for name, amount in sorted(ranks.traffic.items())
         if name.endswith(f"/{unit}")
     }
 
@@ -55,7 +60,7 @@ def _compute_s(rank: RankMetrics) -> float | None:
     return None if step_s is None or exposed_s is None else step_s - exposed_s
 
 
-def _memory(ranks: RankMetricsTable) -> Mapping[tuple[str, ...], float]:
+def _memory(ranks: RankView) -> Mapping[tuple[str, ...], float]:
     return {
         (str(rank), name.removeprefix(_MEMORY_PREFIX)): nbytes
         for rank, metrics in ranks.rows
@@ -393,6 +398,7 @@ def job_families(job: JobMetrics) -> Iterator[Metric]:
 
 def rank_families(job: str, ranks: RankMetricsTable) -> Iterator[Metric]:
     """The metrics with one series for each rank, and the sums over ranks."""
+    view = ranks.view()
     for series in CATALOG.values():
-        if isinstance(series, RankSeries) and (family := series.family(job, ranks)).samples:
+        if isinstance(series, RankSeries) and (family := series.family(job, view)).samples:
             yield family

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from rayzero.workers.messages import Heartbeat
-from rayzero.workers.step_rows import StepRows
+from rayzero.workers.step_rows import Heartbeats, StepRows
 
 TRAFFIC_PREFIX = "collectives/"
 """Of `collectives/NAME/bytes` and `collectives/NAME/calls`, which engines count."""
@@ -42,16 +42,31 @@ class RankMetrics(NamedTuple):
         return self.report.gauge(name) if self.report is not None else None
 
 
+class RankView(NamedTuple):
+    """The ranks, in their order, and the sums of their traffic: made once for all that a scrape
+    reads."""
+
+    rows: list[tuple[int, RankMetrics]]
+    traffic: Mapping[str, float]
+
+
 @lru_cache(maxsize=64)
 def _traffic_names(gauges: tuple[str, ...]) -> tuple[str, ...]:
     """Nearly all ranks report the same gauges, and each repair asks all of them."""
     return tuple(name for name in gauges if name.startswith(TRAFFIC_PREFIX))
 
 
-def _add_traffic(report: RankReport, totals: defaultdict[str, float]) -> None:
-    """Adds the bytes that a rank's engine has communicated since it was built."""
-    for name in _traffic_names(report.rows.names):
-        totals[name] += max(0.0, report.gauge(name) or 0.0)
+def _add_traffic(reports: Mapping[int, StepRows], totals: defaultdict[str, float]) -> None:
+    """Adds the bytes that the engines of these ranks have communicated since they were built."""
+    ranks: defaultdict[int, list[int]] = defaultdict(list)
+    records = {id(rows): rows for rows in reports.values()}
+    for rank, rows in reports.items():
+        ranks[id(rows)].append(rank)
+    for key, rows in records.items():
+        at = [*map(rows.ranks.index, ranks[key])]
+        for name in _traffic_names(rows.names):
+            column = rows.column(name)
+            totals[name] += sum(max(0.0, column[row]) for row in at)
 
 
 @dataclass
@@ -63,11 +78,12 @@ class RankMetricsTable:
     to add an engine's last count when it is replaced, and when the sums are read.
 
     Attributes:
+        reports: the rows that have each rank's newest report.
         departed_traffic: of engines that no longer exist.
     """
 
     nodes: dict[int, str] = field(default_factory=dict)
-    reports: dict[int, RankReport] = field(default_factory=dict)
+    reports: dict[int, StepRows] = field(default_factory=dict)
     beats: dict[int, Heartbeat] = field(default_factory=dict)
     exposed_comm_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     data_wait_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -75,13 +91,16 @@ class RankMetricsTable:
 
     def start_generation(self, nodes: Sequence[str]) -> None:
         """A generation of these nodes, by rank; ranks that it does not have are removed."""
-        for rank in [rank for rank in self.reports if rank >= len(nodes)]:
-            _add_traffic(self.reports.pop(rank), self.departed_traffic)
+        gone = [rank for rank in self.reports if rank >= len(nodes)]
+        _add_traffic({rank: self.reports.pop(rank) for rank in gone}, self.departed_traffic)
         self.beats = {rank: beat for rank, beat in self.beats.items() if rank < len(nodes)}
         self.nodes = dict(enumerate(nodes))
 
     def copy(self) -> RankMetricsTable:
         return replace(self, **{name: column.copy() for name, column in vars(self).items()})
+
+    def view(self) -> RankView:
+        return RankView(self.rows, self.traffic())
 
     @property
     def rows(self) -> list[tuple[int, RankMetrics]]:
@@ -90,25 +109,28 @@ class RankMetricsTable:
         return [(rank, self._row(rank)) for rank in ranks]
 
     def _row(self, rank: int) -> RankMetrics:
-        report, beat, node = self.reports.get(rank), self.beats.get(rank), self.nodes.get(rank, "")
+        rows, beat, node = self.reports.get(rank), self.beats.get(rank), self.nodes.get(rank, "")
+        report = RankReport(rows, rows.ranks.index(rank)) if rows is not None else None
         return RankMetrics(report, beat, node, self.exposed_comm_s[rank], self.data_wait_s[rank])
 
     def on_rows(self, rows: StepRows) -> None:
-        waits = zip(rows.column("exposed_comm_s"), rows.column("phases/data"), strict=True)
-        for row, (rank, (exposed_s, data_wait_s)) in enumerate(zip(rows.ranks, waits, strict=True)):
-            last = self.reports.get(rank)
-            if last is not None and last.rows.generation != rows.generation:
-                _add_traffic(last, self.departed_traffic)
-            self.exposed_comm_s[rank] += max(0.0, exposed_s)
-            self.data_wait_s[rank] += max(0.0, data_wait_s)
-            self.reports[rank] = RankReport(rows, row)
+        last = {rank: self.reports[rank] for rank in rows.ranks if rank in self.reports}
+        gone = {rank: its for rank, its in last.items() if its.generation != rows.generation}
+        _add_traffic(gone, self.departed_traffic)
+        self.reports.update(dict.fromkeys(rows.ranks, rows))
+        for name, totals_s in (
+            ("exposed_comm_s", self.exposed_comm_s),
+            ("phases/data", self.data_wait_s),
+        ):
+            for rank, seconds in zip(rows.ranks, rows.column(name), strict=True):
+                if seconds > 0:
+                    totals_s[rank] += seconds
 
-    def on_heartbeat(self, beat: Heartbeat) -> None:
-        self.beats[beat.rank] = beat
+    def on_heartbeats(self, beats: Heartbeats) -> None:
+        self.beats.update({beat.rank: beat for beat in beats.messages})
 
     def traffic(self) -> defaultdict[str, float]:
         """The sums over all ranks since the run began, by name."""
         totals = self.departed_traffic.copy()
-        for report in self.reports.values():
-            _add_traffic(report, totals)
+        _add_traffic(self.reports, totals)
         return totals

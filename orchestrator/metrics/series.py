@@ -19,7 +19,7 @@ from prometheus_client.core import (
 )
 
 from rayzero.orchestrator.metrics.job_metrics import Histogram, JobMetrics
-from rayzero.orchestrator.metrics.rank_metrics import RankMetrics, RankMetricsTable
+from rayzero.orchestrator.metrics.rank_metrics import RankMetrics, RankView
 
 SeriesKind = Literal["gauge", "counter", "histogram"]
 Sample: TypeAlias = float | Histogram | None
@@ -70,7 +70,7 @@ class JobSeries(Series[JobMetrics]):
     """A metric of the job as a whole."""
 
 
-class RankSeries(Series[RankMetricsTable]):
+class RankSeries(Series[RankView]):
     """A metric of the ranks, read from a copy of their table outside of the job's lock."""
 
 
@@ -98,7 +98,7 @@ def rank_series(
 ) -> RankSeries:
     """One sample for each rank."""
 
-    def read_all(ranks: RankMetricsTable) -> Mapping[str, Sample]:
+    def read_all(ranks: RankView) -> Mapping[str, Sample]:
         return {str(rank): read(metrics) for rank, metrics in ranks.rows}
 
     return RankSeries(name, kind, text, read_all, ("rank",))

@@ -42,8 +42,8 @@ from rayzero.orchestrator.metrics.trackers import open_step_files
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec_sections import MetricsSpec
-from rayzero.workers.messages import Heartbeat, RoleReport
-from rayzero.workers.step_rows import StepRows
+from rayzero.workers.messages import RoleReport
+from rayzero.workers.step_rows import Heartbeats, StepRows
 
 if TYPE_CHECKING:
     from rayzero.orchestrator.metrics.endpoint import Endpoint
@@ -91,7 +91,7 @@ class Telemetry:
         events.subscribe(self._on_event, JOB_EVENTS)
         # There are thousands of these a second: no time is read, and their types are not compared.
         events.subscribe(self._on_rows, (StepRows,))
-        events.subscribe(self._on_heartbeat, (Heartbeat,))
+        events.subscribe(self._on_heartbeats, (Heartbeats,))
         events.subscribe(self._on_role_report, (RoleReport,))
         events.subscribe(self._on_rollouts, (RolloutsCounted,))
 
@@ -117,9 +117,9 @@ class Telemetry:
         with self._lock:
             self._metrics.ranks.on_rows(rows)
 
-    def _on_heartbeat(self, beat: Heartbeat) -> None:
+    def _on_heartbeats(self, beats: Heartbeats) -> None:
         with self._lock:
-            self._metrics.ranks.on_heartbeat(beat)
+            self._metrics.ranks.on_heartbeats(beats)
 
     def _on_role_report(self, report: RoleReport) -> None:
         with self._lock:
@@ -228,9 +228,9 @@ class RunFiles:
                 self._queues.append(store_writer.add_queue(subject, store, every_s))
 
     def subscribe_to(self, events: EventBus) -> None:
-        events.subscribe(self._on_event, (StepRecord, StateEntered, Heartbeat))
+        events.subscribe(self._on_event, (StepRecord, StateEntered, Heartbeats))
 
-    def _on_event(self, event: JobEvent | Heartbeat) -> None:
+    def _on_event(self, event: JobEvent | Heartbeats) -> None:
         """There are thousands of these a second. The end is written even during another write."""
         is_end = isinstance(event, StateEntered) and event.state.is_final
         for queue in self._queues:

@@ -31,7 +31,7 @@ class Balancer:
     """
 
     def __init__(self, *, enabled: bool) -> None:
-        self._enabled = enabled
+        self.enabled = enabled
         self._members: tuple[int, ...] = ()
         self._shares: tuple[float, ...] = ()  # in effect; empty: even ones
         self._counts: tuple[int, ...] = ()  # samples of each rank, of those shares
@@ -47,13 +47,13 @@ class Balancer:
         samples; empty for even shares."""
         current = self._shares if members == self._members else ()
         self._members = members
-        self._begin(balance_shares(samples_per_s, current) if self._enabled else ())
+        self._begin(balance_shares(samples_per_s, current) if self.enabled else ())
         self._before, self._wait_steps = None, WINDOW_STEPS
         return self._shares
 
     def relative_share(self, rank: int, step_samples: int) -> float:
         """A rank's samples of a step of that many, relative to an even share."""
-        if not self._enabled or step_samples < len(self._members):
+        if not self.enabled or step_samples < len(self._members):
             return 1.0
         if sum(self._counts) != step_samples:
             self._counts = samples_per_rank(step_samples, len(self._members), self._shares)
@@ -64,7 +64,7 @@ class Balancer:
         self, step_s: float, step_samples: int, samples_per_s: Callable[[], Sequence[float | None]]
     ) -> tuple[float, ...]:
         """All ranks have finished a step. Returns new shares for later steps, or nothing."""
-        if not self._enabled or self._is_proposed or not step_samples:
+        if not self.enabled or self._is_proposed or not step_samples:
             return ()
         self._steps_s.append(step_s)
         self._steps_left -= 1

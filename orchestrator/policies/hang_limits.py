@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import gt
 from types import MappingProxyType
 
 from rayzero.engine.data.consumed import OUTSIDE_PHASE, SAMPLES_PHASE
@@ -32,18 +33,19 @@ _GAUGES = {
     OUTSIDE_PHASE: "phases/other",
 }
 """The gauge of a step's seconds in each phase that has a learned limit."""
+_POSITIONS = {phase: position for position, phase in enumerate(_GAUGES)}
 
 
 class StepTimes:
     """The seconds that a rank itself took for its last steps: without its waits for other ranks.
 
     The first steps of processes and generations are not among them. Longest silences are those of
-    the last 900 to 1,000 steps. A step takes 2 us: controllers add thousands a second.
+    the last 900 to 1,000 steps. A step takes a microsecond: controllers add thousands a second.
     """
 
     def __init__(self) -> None:
         self._own_s: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._longest: deque[dict[str, float]] = deque([{}], maxlen=_BLOCKS)  # by phase
+        self._longest = deque([[0.0] * len(_GAUGES)], maxlen=_BLOCKS)  # by phase, as `_GAUGES`
         self._count = 0
         self._usual_s: float | None = None  # None: to be computed
 
@@ -53,12 +55,12 @@ class StepTimes:
         self._own_s.append(own_s)
         self._usual_s = None
         if self._count % _BLOCK_STEPS == 0 and self._count:
-            self._longest.append({})
+            self._longest.append([0.0] * len(_GAUGES))
         self._count += 1
         longest = self._longest[-1]
-        for phase, silent_s in zip(_GAUGES, phases_s, strict=True):
-            if silent_s > longest.get(phase, 0.0):
-                longest[phase] = min(silent_s, own_s)
+        if any(map(gt, phases_s, longest)):
+            for at, silent_s in enumerate(phases_s):
+                longest[at] = max(longest[at], min(silent_s, own_s))
 
     @property
     def usual_s(self) -> float:
@@ -69,7 +71,8 @@ class StepTimes:
         return self._usual_s
 
     def longest_s(self, phase: str) -> float:
-        return max(block.get(phase, 0.0) for block in self._longest)
+        at = _POSITIONS.get(phase)
+        return 0.0 if at is None else max(block[at] for block in self._longest)
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ class StepHistory:
             self.in_generation.add(worker)
             self.reported.add(worker)
             self.longest_first_step_s = max(self.longest_first_step_s, trained_s(worker))
-            self._check_alarm(rows.step, dict(zip(_GAUGES, phases_s, strict=True)))
+            self._check_alarm(rows.step, phases_s)
             self._first.add(own_s, phases_s)
 
     def add_alarm(self, rank: RankProgress) -> None:
@@ -127,13 +130,13 @@ class StepHistory:
         beat = rank.heartbeat
         self._alarm = _Alarm(beat.phase, beat.step, rank.silent_s)
 
-    def _check_alarm(self, step: int, phases_s: Mapping[str, float]) -> None:
+    def _check_alarm(self, step: int, phases_s: Sequence[float]) -> None:
         """The alarm was false if another rank is as slow there, when it repeats the step, and has
         not been in first steps before."""
         alarm = self._alarm
         if alarm is None or step < alarm.step:
             return
-        took_s = phases_s.get(alarm.phase, 0.0)
+        took_s = dict(zip(_GAUGES, phases_s, strict=True)).get(alarm.phase, 0.0)
         took_s = 0.0 if took_s < 1.5 * self._first.longest_s(alarm.phase) else took_s
         if step == alarm.step and took_s >= alarm.silent_s:
             self.factors[alarm.phase] = 2 * self.factors.get(alarm.phase, 1.0)

@@ -181,7 +181,7 @@ class WorkerRegistry(ObservedState):
     def avoided_nodes(self) -> frozenset[str]:
         """The unhealthy nodes; none if there are no others."""
         unhealthy = self.unhealthy_nodes
-        return unhealthy if any(node not in unhealthy for node in self.nodes) else frozenset()
+        return unhealthy if unhealthy and not unhealthy.issuperset(self.nodes) else frozenset()
 
     @property
     def leaving_nodes(self) -> frozenset[str]:
@@ -212,12 +212,13 @@ class WorkerRegistry(ObservedState):
     def set_state(self, worker: int, state: CallState, *, keeps_rank: bool = False) -> None:
         """Its function has come there."""
         # Thousands of workers do this in each repair: no copy of the whole.
-        self.calls[worker] = replace(self.calls[worker], state=state, keeps_rank=keeps_rank)
+        self.calls[worker] = self.calls[worker].come_to(state, keeps_rank=keeps_rank)
         self._changed()
 
     def is_ahead(self, worker: int) -> bool:
         """Whether its function was called before its generation."""
-        return worker in self.calls and self.calls[worker].is_ahead
+        call = self.calls.get(worker)
+        return call is not None and call.is_ahead
 
     def leave_out(self, worker: int) -> None:
         """It is about to be ended because its function failed where it was new."""
@@ -255,10 +256,11 @@ class WorkerRegistry(ObservedState):
     def _candidates(self) -> tuple[WorkerInfo, ...]:
         """The ready workers. Where functions were called before their generation, which is of a
         certain size, without workers that came later; unless there are too few."""
+        ahead = [worker for worker, call in self.calls.items() if call.is_ahead]
+        if self._alive.keys().isdisjoint(ahead):  # the usual case
+            return self.ready
         called = tuple(worker for worker in self.ready if worker.index in self.calls)
-        has_ahead = any(self.is_ahead(worker.index) for worker in called)
-        enough = self.present_limits.size(len(called)) is not None
-        return called if has_ahead and enough else self.ready
+        return self.ready if self.present_limits.size(len(called)) is None else called
 
     def _invalidate(self) -> None:
         self._ready = self._nodes = None

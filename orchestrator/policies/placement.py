@@ -152,6 +152,9 @@ class CallState(StrEnum):
     """Waits in its loop for the next generation."""
 
 
+_AHEAD = (CallState.PREPARING, CallState.PREPARED)
+
+
 @dataclass(frozen=True)
 class FunctionCall:
     """The call of the training function in a worker's process. There is one in each process.
@@ -171,16 +174,25 @@ class FunctionCall:
     @property
     def is_ahead(self) -> bool:
         """Whether its generation has not begun."""
-        return self.state in (CallState.PREPARING, CallState.PREPARED)
+        return self.state in _AHEAD
 
     @property
     def is_waiting(self) -> bool:
         return self.state is CallState.WAITING
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether the function continues only with its rank and number of ranks."""
+        return self.is_ahead or (self.is_waiting and self.keeps_rank)
+
     def fits(self, rank: int, world_size: int) -> bool:
         """Whether the function can continue with that rank of so many."""
-        bound = self.is_ahead or (self.is_waiting and self.keeps_rank)
-        return not bound or (self.rank, self.world_size) == (rank, world_size)
+        return not self.is_bound or (self.rank, self.world_size) == (rank, world_size)
+
+    def come_to(self, state: CallState, *, keeps_rank: bool = False) -> FunctionCall:
+        """The same call in another state."""
+        # Not `replace`, which takes five times as long: thousands of calls change in each repair.
+        return FunctionCall(self.rank, self.world_size, self.generation, state, keeps_rank)
 
 
 def assign_ranks(

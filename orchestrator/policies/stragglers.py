@@ -19,7 +19,9 @@ RECOVERED_RATIO = 1.15
 MIN_DIFFERENCE_S = 0.03
 """Smallest difference per step that counts: less is noise on a busy machine."""
 
-_CONSECUTIVE_STEPS = 10  # steps in a row that must agree before a change is reported
+_LOOK_STEPS = 5  # between two comparisons with the others: a median of 20 steps changes slowly
+_CONSECUTIVE_LOOKS = 3  # comparisons in a row that must agree before a change is reported
+_LEAST_STEPS = 10  # for a speed
 
 
 class _WorkerSamples:
@@ -28,19 +30,20 @@ class _WorkerSamples:
         self.shares_per_s: deque[float] = deque(maxlen=WINDOW_STEPS)
         self.median_s: float | None = None
         """Of `compute_s`, once there are enough steps."""
+        self.steps = 0
         self.turn = 0
-        """The last one in which it finished a step."""
+        """The last one in which it was compared."""
         self.slow = False
-        self.contrary_steps = 0
-        """Number of steps in a row that contradict `slow`."""
+        self.contrary_looks = 0
+        """Number of comparisons in a row that contradict `slow`."""
 
     def changes_after(self, compute_s: float, others_s: float) -> bool:
         limit = RECOVERED_RATIO if self.slow else SLOW_RATIO
         slow = compute_s > limit * others_s and compute_s - others_s > MIN_DIFFERENCE_S
-        self.contrary_steps = self.contrary_steps + 1 if slow != self.slow else 0
-        if self.contrary_steps < _CONSECUTIVE_STEPS:
+        self.contrary_looks = self.contrary_looks + 1 if slow != self.slow else 0
+        if self.contrary_looks < _CONSECUTIVE_LOOKS:
             return False
-        self.slow, self.contrary_steps = slow, 0
+        self.slow, self.contrary_looks = slow, 0
         return True
 
 
@@ -51,8 +54,8 @@ class SpeedTracker:
         self._workers: defaultdict[int, _WorkerSamples] = defaultdict(_WorkerSamples)
         self._turn = 0
         self._medians_s: list[float] = []
-        """The medians of all workers when the turn began, in order. A turn is about a step: it ends
-        when a worker finishes its second one. So thousands of workers sort them once a step."""
+        """The medians of all workers when the turn began, in order. A turn ends when a worker is
+        compared for the second time: so thousands of workers sort them once in `_LOOK_STEPS`."""
 
     def start_generation(self, members: tuple[int, ...]) -> None:
         """A generation of these workers, by rank, begins. Workers that stay keep their state, but
@@ -75,7 +78,8 @@ class SpeedTracker:
             return ""
         record.compute_s.append(compute_s)
         record.shares_per_s.append(1 / compute_s)
-        if len(record.compute_s) < WINDOW_STEPS:
+        record.steps += 1
+        if record.steps % _LOOK_STEPS or len(record.compute_s) < WINDOW_STEPS:
             return ""
         if record.turn == self._turn:
             self._begin_turn()
@@ -100,7 +104,7 @@ class SpeedTracker:
         records = (self._workers.get(worker) for worker in workers)
         return tuple(
             median(record.shares_per_s)
-            if record is not None and len(record.shares_per_s) >= _CONSECUTIVE_STEPS
+            if record is not None and len(record.shares_per_s) >= _LEAST_STEPS
             else None
             for record in records
         )

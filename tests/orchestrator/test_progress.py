@@ -137,7 +137,7 @@ def test_sums_and_extremes_of_rows_of_any_shape(rows: list[dict[str, float]], fo
     with patch.object(progress_module, "FOLD_ROWS", fold):
         aggregator = RowAggregator()
         for row in rows:
-            aggregator.add_rows([*row], [*row.values()])
+            aggregator.add_rows((*row,), [*row.values()])
         by_name = {name: [row[name] for row in rows if name in row] for name in "abcd"}
         by_name = {name: values for name, values in by_name.items() if values}
         assert aggregator.maxima() == {name: max(values) for name, values in by_name.items()}
@@ -151,8 +151,8 @@ def test_last_row_costs_no_more_than_others():
     aggregator = RowAggregator()
     waiting = 0
     for rank in range(1000):
-        aggregator.add_rows(["loss"], [float(rank)])
-        waiting = max(waiting, *map(len, aggregator._columns.values()), 0)
+        aggregator.add_rows(("loss",), [float(rank)])
+        waiting = max(waiting, *map(len, aggregator._numbers.values()), 0)
     assert waiting < progress_module.FOLD_ROWS, "they are aggregated from time to time"
     assert aggregator.maxima() == {"loss": 999.0}
 

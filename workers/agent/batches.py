@@ -1,8 +1,7 @@
-"""A batch of what a node's workers have sent: one record for all their reports of a step.
+"""A batch of what a node's workers have sent: their reports of a step in one record, others in one.
 
 A controller has thousands of workers. What it does for each frame costs more than what it does with
-the numbers in it, so an agent combines the frames that say only that a step is finished, and that a
-worker lives.
+the numbers in it, so an agent combines the frames that say how far a worker is, and equal answers.
 """
 
 from __future__ import annotations
@@ -10,53 +9,81 @@ from __future__ import annotations
 import pickle
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from rayzero.workers.agent.link import Frame, FrameKind, WorkerFrame
-from rayzero.workers.messages import Heartbeat, StepReport
-from rayzero.workers.step_rows import StepRows, combine
+from rayzero.workers.messages import Heartbeat, StepReport, WorkerMessage
+from rayzero.workers.step_rows import Heartbeats, NodeMessages, NodeRecord, combine
 
-_COMBINED = (FrameKind.STEPS, FrameKind.QUIET)
+_COMBINED = (FrameKind.STEPS, FrameKind.QUIET, FrameKind.CHANGES)
+_Sent: TypeAlias = tuple[int, int, WorkerMessage]  # the worker, and the number of its frame
 
 
 class NodeBatch(NamedTuple):
     """The messages of a node's workers.
 
     Args:
-        combined: (worker, number) of each frame that the rows and the beats are from. A worker's
-            come before its other frames.
-        rows: the reports of steps, each with the number of its worker's frame.
-        beats: (worker, number of its frame, heartbeat).
+        combined: (worker, number) of each frame that the records are from. A worker's come before
+            its other frames.
+        records: the reports of each step, other messages, and heartbeats, in this order; each
+            with the numbers of its workers' frames.
         frames: all other frames, as they came.
+        answers: the payload of an answer, and the workers that have given it.
     """
 
     combined: list[tuple[int, int]]
-    rows: list[tuple[StepRows, tuple[int, ...]]]
-    beats: list[tuple[int, int, Heartbeat]]
+    records: list[tuple[NodeRecord, tuple[int, ...]]]
     frames: list[WorkerFrame]
+    answers: list[tuple[bytes, list[int]]]
 
 
 def make_batch(received: Iterable[tuple[int, Frame]]) -> NodeBatch:
     """Combines workers' frames; those of each worker are in order."""
     batch = NodeBatch([], [], [], [])
+    answers: defaultdict[bytes, list[int]] = defaultdict(list)
+    reports: defaultdict[tuple[int, int, tuple[str, ...]], list[_Sent]] = defaultdict(list)
+    changes: list[_Sent] = []
+    beats: list[_Sent] = []
+    changed: set[int] = set()
     others: set[int] = set()  # workers with a frame that is not combined: no later one may be
-    reports: defaultdict[tuple[int, int, tuple[str, ...]], list[tuple[int, int, StepReport]]]
-    reports = defaultdict(list)
     for worker, frame in received:
-        if frame.kind not in _COMBINED or worker in others:
+        if frame.kind is FrameKind.ANSWER:
+            answers[frame.payload].append(worker)
+            continue
+        messages: list[WorkerMessage] | None = None
+        if frame.kind in _COMBINED and worker not in others:
+            messages = pickle.loads(frame.payload)
+        if messages is None or _is_step_after_change(messages, has_changed=worker in changed):
             others.add(worker)
-            is_answer = frame.kind is FrameKind.ANSWER
-            batch.frames.append(WorkerFrame(worker, frame.number, frame.payload, is_answer))
+            batch.frames.append(WorkerFrame(worker, frame.number, frame.payload))
             continue
         batch.combined.append((worker, frame.number))
-        for message in pickle.loads(frame.payload):
-            if isinstance(message, Heartbeat):
-                batch.beats.append((worker, frame.number, message))
-            else:
+        for message in messages:
+            sent = worker, frame.number, message
+            if isinstance(message, StepReport):
                 key = message.generation, message.step, tuple(message.gauges)
-                reports[key].append((worker, frame.number, message))
+                reports[key].append(sent)
+            elif isinstance(message, Heartbeat):
+                beats.append(sent)
+            else:
+                changes.append(sent)
+                changed.add(worker)
     # One worker may be steps ahead in its messages, and each worker's steps must stay in order.
     for key in sorted(reports, key=lambda key: key[:2]):
-        workers, numbers, messages = zip(*reports[key], strict=True)
-        batch.rows.append((combine(workers, messages), numbers))
+        workers, numbers, of_step = zip(*reports[key], strict=True)
+        batch.records.append((combine(workers, of_step), numbers))
+    for record, sent_of in ((NodeMessages, changes), (Heartbeats, beats)):
+        if sent_of:
+            workers, numbers, messages_of = zip(*sent_of, strict=True)
+            batch.records.append((record(workers, messages_of), numbers))
+    batch.answers.extend(answers.items())
     return batch
+
+
+def _is_step_after_change(messages: list[WorkerMessage], *, has_changed: bool) -> bool:
+    """Whether a worker has reported a step after a change, which would come before it."""
+    for message in messages:
+        if has_changed and isinstance(message, StepReport):
+            return True
+        has_changed = has_changed or not isinstance(message, Heartbeat | StepReport)
+    return False

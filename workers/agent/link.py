@@ -43,6 +43,12 @@ class FrameKind(IntEnum):
     COMMAND = 13  # controller: NodeCommand; agent: WorkerCommand
     ANSWER = 14  # worker: (controller, command, pickled: error or None, result)
     STEPS = 15  # worker: as REPORTS, but only reports of steps and heartbeats
+    CHANGES = (
+        16  # worker: as URGENT, but only what its agent combines: nothing of the user's classes
+    )
+
+
+_KINDS = {int(kind): kind for kind in FrameKind}
 
 
 class Frame(NamedTuple):
@@ -57,13 +63,12 @@ class WorkerFrame(NamedTuple):
 
     Args:
         number: grows with each frame of that worker; one that comes again has the same.
-        payload: its messages, or an answer; pickled.
+        payload: its messages, pickled.
     """
 
     worker: int
     number: int
     payload: bytes
-    is_answer: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,6 +168,37 @@ def unpack_call(call: bytes) -> tuple[str, Sequence[Any]]:
     """The method and the arguments of a command."""
     method, arguments = pickle.loads(zlib.decompress(call))
     return method, arguments
+
+
+class FrameReceiver(asyncio.Protocol):
+    """Receives the frames of a connection in the turn in which they come: a stream's reader would
+    wake a task for each, and a controller has thousands of connections.
+
+    Args:
+        receive: called with each.
+    """
+
+    def __init__(self, receive: Callable[[Frame], None]) -> None:
+        self._receive = receive
+        self._data = bytearray()
+        self.ended = asyncio.get_running_loop().create_future()
+        """Done when the connection has ended."""
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        begin, end = 0, len(self._data)
+        while (start := begin + _HEADER.size) <= end:
+            kind, number, acknowledged, size = _HEADER.unpack_from(self._data, begin)
+            if start + size > end:
+                break
+            begin = start + size
+            payload = bytes(self._data[start:begin])
+            self._receive(Frame(_KINDS[kind], number, acknowledged, payload))
+        del self._data[:begin]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
 
 
 async def read_frame(reader: asyncio.StreamReader) -> Frame:

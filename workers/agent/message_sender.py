@@ -15,7 +15,19 @@ from typing import Any
 
 from rayzero.workers.agent.commands import CommandRunner
 from rayzero.workers.agent.link import FrameKind, Link, peer_of, wait_frame
-from rayzero.workers.messages import Heartbeat, LogLine, RoleReport, StepReport, WorkerMessage
+from rayzero.workers.messages import (
+    Heartbeat,
+    Joined,
+    LogLine,
+    Mirrored,
+    Pinned,
+    Prepared,
+    Restored,
+    RoleReport,
+    StepReport,
+    Stopped,
+    WorkerMessage,
+)
 
 SENDER_THREAD = "rayzero-messages"
 BEAT_S = 1.0
@@ -26,6 +38,7 @@ _MAX_BYTES = 4 * 2**20
 """Of frames that are sent and not acknowledged; later messages wait in the outbox, which drops log
 lines and details of reports that it has no room for."""
 _WAITS = (Heartbeat, LogLine, RoleReport, StepReport)
+_CHANGES = (Heartbeat, StepReport, Joined, Prepared, Restored, Mirrored, Pinned, Stopped)
 
 
 class MessageSender:
@@ -74,6 +87,8 @@ class MessageSender:
                 kind = FrameKind.STEPS
             elif kinds <= {*_WAITS}:
                 kind = FrameKind.REPORTS
+            elif kinds <= {*_CHANGES}:
+                kind = FrameKind.CHANGES
             self._send(kind, pickle.dumps(messages, pickle.HIGHEST_PROTOCOL))
 
     def _has_room(self) -> bool:

@@ -25,8 +25,8 @@ from rayzero.workers.agent.link import (
     Link,
 )
 from rayzero.workers.agent.message_sender import MessageSender
-from rayzero.workers.messages import Heartbeat, LogLine, StepReport, WorkerMessage
-from rayzero.workers.step_rows import StepRows
+from rayzero.workers.messages import Heartbeat, LogLine, Restored, StepReport, WorkerMessage
+from rayzero.workers.step_rows import NodeRecord
 from tests.orchestrator.cluster.streams import (
     LIMIT_S,
     Commands,
@@ -214,7 +214,7 @@ class Worker:
 
     def _receive(self, worker: int, messages: list[WorkerMessage]) -> None:
         for it in messages:
-            self.received += it.reports if isinstance(it, StepRows) else [it]
+            self.received += it.messages if isinstance(it, NodeRecord) else [it]
 
     def _poll(self, timeout_s: float) -> list[WorkerMessage]:
         try:
@@ -311,18 +311,20 @@ def test_reports_of_a_step_are_combined_and_come_once():
 
     def receive(worker: int, messages: list[Any]) -> None:
         for it in messages:
-            rows = zip(it.workers, it.reports, strict=True) if isinstance(it, StepRows) else ()
-            received.extend(rows or [(worker, it)])
+            is_record = isinstance(it, NodeRecord)
+            its = zip(it.workers, it.messages, strict=True) if is_record else [(worker, it)]
+            received.extend(its)
 
     for worker in (1, 2, 3):
         mail.subscribe(worker, receive)
     frames = [report(it, 1, loss=float(it), lr=0.1) for it in (1, 2, 3, 4)]
     batch = make_batch(frames)
-    assert [len(rows.workers) for rows, _ in batch.rows] == [4]
-    assert [(it.rank, it.gauges) for it in batch.rows[0][0].reports] == [
+    assert [len(record.workers) for record, _ in batch.records] == [4, 4]
+    rows = batch.records[0][0]
+    assert [(it.rank, it.gauges) for it in rows.messages] == [
         (worker * 10, {"loss": float(worker), "lr": 0.1}) for worker in (1, 2, 3, 4)
     ]
-    assert len({id(name) for it in batch.rows[0][0].reports for name in it.gauges}) == 2
+    assert len({id(name) for it in rows.messages for name in it.gauges}) == 2
     mail.deliver(make_batch(frames[:1]))
     mail.deliver(batch)  # worker 1's come again, and nobody has asked for worker 4's
     assert [worker for worker, it in received if isinstance(it, StepReport)] == [1, 2, 3]
@@ -339,12 +341,32 @@ def test_reports_of_a_step_are_combined_and_come_once():
 
 
 def test_messages_of_a_worker_stay_in_order():
-    mail, received = WorkerMail(), list[Any]()
-    mail.subscribe(1, lambda worker, messages: received.extend(messages))
+    """A record of a node's changes comes after that of its steps, so a step after a change is left
+    as it came."""
+    mail, received = WorkerMail(), list[list[Any]]()
+
+    def receive(worker: int, messages: list[Any]) -> None:
+        for it in messages:
+            received.append(it.messages if isinstance(it, NodeRecord) else [it])
+
+    for worker in (1, 2):
+        mail.subscribe(worker, receive)
+
+    def change(worker: int, number: int) -> tuple[int, Frame]:
+        messages = [Restored(1, worker * 10, number), beat(worker)]
+        return worker, Frame(FrameKind.CHANGES, number, 0, pickle.dumps(messages))
+
+    def passed(*frames: tuple[int, Frame]) -> list[Any]:
+        received.clear()
+        mail.deliver(make_batch(frames))
+        its = [it for together in received for it in together if not isinstance(it, Heartbeat)]
+        return [getattr(it, "step", it) for it in its if getattr(it, "rank", 10) == 10]
+
     ahead = [report(2, 3), report(1, 1), report(1, 2), report(1, 3)]  # another is ahead of it
-    mail.deliver(make_batch([*ahead, other(1, 4), report(1, 5), other(1, 6)]))
-    steps = [it.step if isinstance(it, StepRows | StepReport) else it for it in received]
-    assert [it for it in steps if not isinstance(it, Heartbeat)] == [1, 2, 3, 4, 5, 6]
+    assert passed(*ahead, other(1, 4), report(1, 5), other(1, 6)) == [1, 2, 3, 4, 5, 6]
+    assert passed(report(1, 7), change(2, 4), change(1, 8), change(1, 9)) == [7, 8, 9]
+    assert len(received) == 3, "a node's changes come together"
+    assert passed(change(1, 10), report(1, 11), change(1, 12)) == [10, 11, 12]
 
 
 def test_early_messages_reach_a_later_subscriber_once():

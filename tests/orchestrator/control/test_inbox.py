@@ -103,7 +103,7 @@ async def test_lost_worker_is_delivered_before_queued_messages():
     await settle()
     index = harness.delivered.index("99 lost: it was killed")
     assert index < 30
-    assert harness.delivered[index - 1] == "99 Heartbeat", "its own messages come first"
+    assert harness.delivered[index - 1] == "99 Heartbeats", "its own messages come first"
     assert len(harness.delivered) == 101
 
 
@@ -114,7 +114,7 @@ async def test_messages_of_worker_are_delivered_in_order():
     harness.reports.put_nowait(WorkerReports([(49, [StepReport(0, 0, 1)]), (49, [HEARTBEAT])]))
     await settle()
     delivered = [text for text in harness.delivered if text.startswith("49")]
-    assert delivered == ["49 Heartbeat", "49 StepRows", "49 Heartbeat"]
+    assert delivered == ["49 Heartbeats", "49 StepRows", "49 Heartbeats"]
     assert 49 in harness.inbox.history.reported
     assert 48 not in harness.inbox.history.reported
 
@@ -178,7 +178,7 @@ class WatchHarness:
 
     def answer(self, worker: int, number: int, error: Exception | None = None) -> None:
         reply = pickle.dumps((error, None))
-        self.commands.on_answer(worker, pickle.dumps((b"me", number, reply)))
+        self.commands.on_answer([worker], pickle.dumps((b"me", number, reply)))
 
     def cut(self) -> None:
         self.link.is_connected = False
@@ -194,7 +194,7 @@ class WatchHarness:
 
 def send(mail: WorkerMail, worker: int, number: int, *messages: WorkerMessage) -> None:
     frame = WorkerFrame(worker, number, pickle.dumps([*messages]))
-    mail.deliver(NodeBatch([], [], [], [frame]))
+    mail.deliver(NodeBatch([], [], [frame], []))
 
 
 async def test_messages_come_until_worker_is_lost():

@@ -21,6 +21,7 @@ from rayzero.orchestrator.policies.placement import CallState, FunctionCall
 from rayzero.workers.agent.batches import make_batch
 from rayzero.workers.agent.link import Frame, FrameKind
 from rayzero.workers.messages import Heartbeat, StepReport, WorkerInfo
+from rayzero.workers.step_rows import Heartbeats
 from tests.orchestrator.fake_cluster import FakeCluster
 from tests.orchestrator.support import Harness
 
@@ -119,7 +120,7 @@ def test_step_is_one_message_of_each_node(nodes: int):
     mail, messages = WorkerMail(), list[Any]()
 
     def receive(worker: int, its: list[Any]) -> None:
-        messages.extend(it for it in its if not isinstance(it, Heartbeat))
+        messages.extend(it for it in its if not isinstance(it, Heartbeats))
 
     for worker in range(nodes * PER_NODE):
         mail.subscribe(worker, receive)

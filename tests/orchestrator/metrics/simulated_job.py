@@ -29,7 +29,7 @@ from rayzero.orchestrator.spec import CheckpointSpec, JobSpec, RecoverySpec, Rol
 from rayzero.workers.messages import Heartbeat, RoleReport, StepReport, WorkerInfo
 from rayzero.workers.rollouts.counts import RolloutCounts
 from rayzero.workers.spread import Spread
-from rayzero.workers.step_rows import combine
+from rayzero.workers.step_rows import Heartbeats, combine
 
 SPEC = JobSpec(
     name="gpt",
@@ -110,7 +110,8 @@ class SimulatedJob:
             report = StepReport(generation, rank, step, counters, reported, UNIX + self.now_s)
             rows = combine([rank], [report])
             self.metrics.ranks.on_rows(rows)
-            self.metrics.ranks.on_heartbeat(Heartbeat(rank, step + 1, "forward", 0.25))
+            beat = Heartbeat(rank, step + 1, "forward", 0.25)
+            self.metrics.ranks.on_heartbeats(Heartbeats((rank,), (beat,)))
             record = self.progress.add_rows(rows)
         assert record is not None
         self.emit(record)
