@@ -43,9 +43,7 @@ class FrameKind(IntEnum):
     COMMAND = 13  # controller: NodeCommand; agent: WorkerCommand
     ANSWER = 14  # worker: (controller, command, pickled: error or None, result)
     STEPS = 15  # worker: as REPORTS, but only reports of steps and heartbeats
-    CHANGES = (
-        16  # worker: as URGENT, but only what its agent combines: nothing of the user's classes
-    )
+    CHANGES = 16  # worker: as URGENT, but nothing of the user's classes: its agent combines it
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}
