@@ -5,16 +5,17 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-KEPT_STEPS = 256
-"""More than lie between two copies of the state in memory, which a repair may go back."""
-
 
 class KeptSchedules(list[Any]):
-    """Schedules of torch's, and their states at the beginning of each of the last steps."""
+    """Schedules of torch's.
+
+    Attributes:
+        kept: their states at the beginning of each of the last steps.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._kept: dict[int, list[dict[str, Any]]] = {}
+        self.kept: dict[int, list[dict[str, Any]]] = {}
         self._positions: list[int] = []  # where `plain_states` was last called
         self._late: list[int] = []
 
@@ -29,13 +30,12 @@ class KeptSchedules(list[Any]):
 
     def keep(self, step: int) -> None:
         """Keeps the states after that step, to which the job may go back."""
-        self._kept[step] = self.states()
-        self._kept.pop(step - KEPT_STEPS, None)
+        self.kept[step] = self.states()
         if len(self._positions) == len(self):
             self._late = [_position(it) - at for it, at in zip(self, self._positions, strict=True)]
 
     def restore(self, step: int) -> None:
-        self.load(self._kept.get(step, []))
+        self.load(self.kept.get(step, []))
 
     def plain_states(self) -> list[dict[str, Any]]:
         """The numbers and texts of the states, at the end of a step within `engine.step()`; and how
