@@ -105,7 +105,6 @@ class Place:
                 self._mark_batch(ends_step=number % self._step_batches == 0)
                 yield batch
                 self._check_stepped()
-                loop.await_ranks()
                 if loop.follow():
                     break
             else:

@@ -145,7 +145,6 @@ class TrainerSteps:
         device = self._engine.device
         rng, goes_back = capture_rng(device), False  # the engine goes back to the restored ones
         while True:
-            self._loop.await_ranks()
             if self._loop.follow():
                 self._begin_generation()
             self._meet()

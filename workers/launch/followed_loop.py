@@ -1,9 +1,9 @@
 """A launched script's loop that continues where it is when ranks are lost and others come.
 
-Before each batch, what feeds the loop waits for all ranks (`await_ranks`) and asks what has
-happened since the previous one (`follow`). If nothing has, or its step has ended, the loop reads
-on. If a step was lost, the job is where that step began, which may be before the end of a step that
-this rank has counted: the batches since are read again, cut for the present ranks.
+Before each batch, what feeds the loop waits for all ranks and asks what has happened since the
+previous one (`follow`). If nothing has, or its step has ended, the loop reads on. If a step was
+lost, the job is where that step began, which may be before the end of a step that this rank has
+counted: the batches since are read again, cut for the present ranks.
 
 - Here: schedules go back with the job; `kept` has what each of the last steps has read; survivors
   send new members their state.
@@ -57,19 +57,17 @@ class FollowedLoop:
         self._met = session.assignment.generation if self.knows_state else 0
         self._schedules.keep(self.step)
 
-    def await_ranks(self) -> None:
-        """Waits for all ranks if some are missing. A step that was lost is undone then."""
-        self._session.on_phase("data")
-        if self._session.loop.yields_again:
-            self._engine.survival.await_group()
-
     @property
     def has_changed(self) -> bool:
         """Whether a step was lost, or the ranks may be others, since `follow` was last called."""
         return self._changes() != self._seen
 
     def follow(self) -> bool:
-        """Comes to where the job is. Returns what `has_changed` was."""
+        """Waits for all ranks if some are missing, and comes to where the job is. Returns what
+        `has_changed` is then."""
+        self._session.on_phase("data")
+        if self._session.loop.yields_again:
+            self._engine.survival.await_group()
         step, has_changed = self._engine.progress.step, self.has_changed
         if step > self.step:
             self._schedules.keep(step)

@@ -132,7 +132,6 @@ class OwnLoaders:
             self._give_up()
             return
         loop = self.loop or self._begin_to_follow(engine)
-        loop.await_ranks()
         self._follow_step(loop, engine)
         self._meet(loop)
 
