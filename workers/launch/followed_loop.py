@@ -64,7 +64,7 @@ class FollowedLoop:
 
     def follow(self) -> bool:
         """Waits for all ranks if some are missing, and comes to where the job is. Returns what
-        `has_changed` is then."""
+        `has_changed` is then. Raises CollectiveError if that is before what was kept."""
         self._session.on_phase("data")
         if self._session.loop.yields_again:
             self._engine.survival.await_group()
@@ -74,9 +74,8 @@ class FollowedLoop:
         elif has_changed:
             self._schedules.restore(step)
         oldest = step - self._session.steps_to_go_back
-        for kept in (self.kept, self._schedules.kept):
-            for old in [it for it in kept if it < oldest]:
-                del kept[old]
+        for old in [it for it in self.kept if it < oldest]:
+            del self.kept[old]
         self.step, self._seen = step, self._changes()
         return has_changed
 

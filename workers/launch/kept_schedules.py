@@ -5,17 +5,18 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from rayzero.engine.errors import CollectiveError
+
+KEPT_STEPS = 256
+"""More than lie between two copies of the state in memory, and between many checkpoints."""
+
 
 class KeptSchedules(list[Any]):
-    """Schedules of torch's.
-
-    Attributes:
-        kept: their states at the beginning of each of the last steps.
-    """
+    """Schedules of torch's, and their states at the beginning of each of the last steps."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept: dict[int, list[dict[str, Any]]] = {}
+        self._kept: dict[int, list[dict[str, Any]]] = {}
         self._positions: list[int] = []  # where `plain_states` was last called
         self._late: list[int] = []
 
@@ -30,12 +31,16 @@ class KeptSchedules(list[Any]):
 
     def keep(self, step: int) -> None:
         """Keeps the states after that step, to which the job may go back."""
-        self.kept[step] = self.states()
+        self._kept[step] = self.states()
+        self._kept.pop(step - KEPT_STEPS, None)
         if len(self._positions) == len(self):
             self._late = [_position(it) - at for it, at in zip(self, self._positions, strict=True)]
 
     def restore(self, step: int) -> None:
-        self.load(self.kept.get(step, []))
+        """Raises CollectiveError if they were not kept: the script is run again."""
+        if step not in self._kept:
+            raise CollectiveError(f"the job went back to step {step}, whose schedules are not kept")
+        self.load(self._kept[step])
 
     def plain_states(self) -> list[dict[str, Any]]:
         """The numbers and texts of the states, at the end of a step within `engine.step()`; and how

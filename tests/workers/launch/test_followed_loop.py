@@ -18,9 +18,9 @@ from rayzero.workers.launch.kept_schedules import KeptSchedules
 class Job:
     """A rank of a job whose steps end, and are lost; `waits`: of its loop, for what."""
 
-    def __init__(self, *, survivors_stay: bool = False) -> None:
+    def __init__(self, *, step: int = 0, survivors_stay: bool = False) -> None:
         self.waits: list[str] = []
-        self.progress = TrainingProgress()
+        self.progress = TrainingProgress(step=step)
         self.assignment = SimpleNamespace(generation=3, survivors_stay=survivors_stay)
         self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
@@ -58,7 +58,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(followed_loop.dist, "get_rank", lambda: 1)
 
 
-@pytest.mark.parametrize("back", [0, 1, 2])
+@pytest.mark.parametrize("back", [0, 1, 2, 4])
 def test_schedules_go_back_with_the_job_and_what_it_cannot_reach_is_not_kept(back: int) -> None:
     job = Job()
     for step in range(5):
@@ -75,8 +75,15 @@ def test_schedules_go_back_with_the_job_and_what_it_cannot_reach_is_not_kept(bac
     assert not job.followed.follow(), "once"
     assert (job.followed.step, job.rate) == (5 - back, 0.5 ** (5 - back))
     assert job.schedule.last_epoch == 5 - back
-    assert {it for it in job.followed.kept if it >= 5 - back} == {*range(5 - back, 5)}
+    assert {it for it in job.followed.kept if it >= 5 - back} == {*range(max(2, 5 - back), 5)}
     assert min(job.followed.kept) >= 5 - back - 2
+
+
+def test_script_is_run_again_where_its_schedules_are_not_kept() -> None:
+    job = Job(step=3)
+    job.go_back(1)
+    with pytest.raises(CollectiveError, match="step 2, whose schedules are not kept"):
+        job.followed.follow()
 
 
 def test_other_ranks_are_a_change_without_a_lost_step() -> None:
