@@ -1,17 +1,15 @@
 """A script's loop over a loader of Accelerate's, from where the job stands and through its faults.
 
 A script that begins in a new worker begins its loops from the first epoch: a finished one yields
-nothing, the current one the batches that are left. In a loop that continues after a fault or a
-resize, the batches of the step that was lost are read again, cut for the present ranks.
+nothing, the current one the batches that are left. One that continues is a `FollowedLoop`.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from importlib import import_module
-from itertools import islice
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -19,8 +17,11 @@ from torch.utils.data import IterableDataset
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import CollectiveError
 from rayzero.engine.state.metadata import capture_rng, restore_rng
+from rayzero.huggingface.scripted_steps import ScriptedSteps, SeveralSteps
 from rayzero.workers.launch.adapters import Original, wrap
+from rayzero.workers.launch.followed_loop import FollowedLoop, present_ranks
 from rayzero.workers.launch.kept_schedules import KeptSchedules
+from rayzero.workers.launch.read_batches import advance_sampler
 from rayzero.workers.session import JobSession
 
 _wrapped = set[type]()
@@ -30,29 +31,31 @@ class Place:
     """The position of a script's loop over a loader.
 
     Args:
-        loader: as Accelerate has prepared it.
+        loader: as `accelerator` has prepared it.
         missed_steps: finished ones that the loop has not come to.
-        step_batches: of this rank, of a step.
-        recut: called when the ranks may have changed; returns the batches of a step.
+        batches: of a step, over all ranks.
+        ranks: of the first generation.
 
     Attributes:
         loaded_step: of the checkpoint that the script of a new worker has loaded.
-        check_stepped: called before each batch but the first.
-        mark_batch: called before each batch, with whether it is the last one of its step.
         schedules: torch's, which the engine does not have.
     """
 
     def __init__(
-        self, loader: Any, missed_steps: int, step_batches: int, recut: Callable[[], int]
+        self, accelerator: Any, loader: Any, missed_steps: int, *, batches: int, ranks: int
     ) -> None:
         self.missed_steps = missed_steps
         self.loaded_step: int | None = None
-        self.check_stepped: Callable[[], None] = lambda: None
-        self.mark_batch: Callable[[bool], None] = lambda ends_step: None
         self.schedules = KeptSchedules()
+        self._accelerator = accelerator
         self._loader = loader
-        self._step_batches = step_batches
-        self._recut = recut
+        self._batches = batches
+        self._marks_steps = batches <= ranks
+
+    @property
+    def _step_batches(self) -> int:
+        """Batches of a step, of this rank."""
+        return self._batches // present_ranks()[1]
 
     def follow(self, loader: Any, skipped: int = 0) -> None:
         """Makes iterations over a loader begin at the place, behind the batches of an epoch that
@@ -87,46 +90,35 @@ class Place:
         self.missed_steps -= done
         engine.progress.script_lag = self.missed_steps if done == steps else None
         if done == steps:  # a sampler's generator advances from epoch to epoch
-            for _ in loader.batch_sampler:
-                pass
+            advance_sampler(loader)
             loader.iteration += 1
             return
         order = _agree_on_order(loader) if session.loop.yields_again else None
-        first_step, skipped_steps = engine.progress.step - done, skipped // self._step_batches
+        loop = FollowedLoop(session, engine, self.schedules)
+        first_step, skipped_steps = loop.step - done, skipped // self._step_batches
         batches = begin(loader)
         if done:
-            batches = self._rest(loader, skipped + done * self._step_batches, agreed=False)
+            behind = skipped + done * self._step_batches
+            batches = self._rest(loader, engine, behind, agreed=False)
         while True:
-            seen = engine.progress.lost_steps, session.assignment.generation
-            self.schedules.keep(engine.progress.step)
             for number, batch in enumerate(batches, 1):
-                self.mark_batch(number % self._step_batches == 0)
+                self._mark_batch(ends_step=number % self._step_batches == 0)
                 yield batch
-                self.check_stepped()
-                session.on_phase("data")
-                if session.loop.yields_again:
-                    engine.survival.await_group()
-                if (engine.progress.lost_steps, session.assignment.generation) != seen:
+                self._check_stepped()
+                if loop.follow():
                     break
-                self.schedules.keep(engine.progress.step)
             else:
                 return
-            done = engine.progress.step - first_step
+            done = loop.step - first_step
             if done < 0:
                 raise CollectiveError(f"the job went back by {-done} steps, before this epoch")
-            self.schedules.restore(engine.progress.step)
-            with closing(batches):  # type: ignore[type-var]
-                self._step_batches = self._recut()
+            batches.close()  # type: ignore[attr-defined]
             loader.end()
+            self._recut()
             if order is not None:
                 loader.synchronized_generator.set_state(order)
-            batches = self._rest(loader, (skipped_steps + done) * self._step_batches, agreed=True)
-            if done:
-                # A new iteration draws a seed for its workers, which the epoch has drawn before.
-                rng = capture_rng(engine.device)
-                first = [*islice(batches, 1)]
-                restore_rng(rng, engine.device)
-                batches = _join(first, batches)
+            behind = (skipped_steps + done) * self._step_batches
+            batches = self._rest(loader, engine, behind, agreed=True)
 
     def read_through(
         self,
@@ -139,7 +131,7 @@ class Place:
         read, missed = 0, self.missed_steps * self._step_batches
         for batch in begin(loader):
             if read > missed:
-                self.check_stepped()
+                self._check_stepped()
             session.on_phase("data")
             read += 1
             if read > missed:
@@ -150,9 +142,29 @@ class Place:
             self.missed_steps -= min(self.missed_steps, self._steps(read))
             engine.progress.script_lag = self.missed_steps
 
-    def _rest(self, loader: Any, behind: int, *, agreed: bool) -> Iterator[Any]:
+    def _mark_batch(self, *, ends_step: bool) -> None:
+        """Does what `accumulate` does, where a script needs none on its first ranks: it steps for
+        each batch, of which a step has several on fewer ranks."""
+        state = self._accelerator.gradient_state
+        if self._marks_steps:
+            at_end = state.sync_with_dataloader and state.end_of_dataloader
+            state._set_sync_gradients(bool(ends_step or at_end))
+
+    def _check_stepped(self) -> None:
+        """Called where the script takes a further batch."""
+        scripted = self._accelerator.deepspeed_engine_wrapped
+        if isinstance(scripted, ScriptedSteps | SeveralSteps):
+            scripted.check_stepped()
+
+    def _recut(self) -> None:
+        """Called where the ranks may have changed."""
+        count_ranks(self._accelerator)
+        self._accelerator.gradient_accumulation_steps = self._step_batches
+        self._accelerator.step = 0
+
+    def _rest(self, loader: Any, engine: Engine, behind: int, *, agreed: bool) -> Iterator[Any]:
         """Iterates over the batches of the epoch, but for the first `behind`."""
-        yield from read_behind(self._loader, behind, loader.iteration, agreed=agreed)
+        yield from read_behind(self._loader, behind, loader.iteration, engine, agreed=agreed)
         loader.iteration += 1
 
 
@@ -199,6 +211,18 @@ def can_read_again(loader: Any, *, by_epoch: bool = False) -> bool:
     return not by_epoch and generator is not None and generator is loader.synchronized_generator
 
 
+def count_ranks(accelerator: Any) -> None:
+    """Accelerate counts the present ranks from now on, and cuts batches for them."""
+    states, loaders = import_module("accelerate.state"), import_module("accelerate.data_loader")
+    rank, ranks = present_ranks()
+    for state in (states.PartialState(), states.AcceleratorState()):
+        state.num_processes, state.process_index = ranks, rank
+        state.local_process_index = int(os.environ["LOCAL_RANK"])
+    for loader in accelerator._dataloaders:
+        if isinstance(sampler := loader.batch_sampler, loaders.BatchSamplerShard):
+            sampler.num_processes, sampler.process_index = ranks, rank
+
+
 def _agree_on_order(loader: Any) -> Any:
     """Returns the state in which the generator of the loader's sampler begins an epoch; None if it
     has no generator. Collective, as the loader's own iteration."""
@@ -208,8 +232,11 @@ def _agree_on_order(loader: Any) -> Any:
     return generator.get_state()
 
 
-def read_behind(loader: Any, batches: int, epoch: int, *, agreed: bool) -> Iterator[Any]:
-    """Iterates over an epoch's batches, but for the first `batches`.
+def read_behind(
+    loader: Any, batches: int, epoch: int, engine: Engine, *, agreed: bool
+) -> Iterator[Any]:
+    """Iterates over an epoch's batches, but for the first `batches`. A new iteration draws a seed
+    for its workers, which the epoch has drawn before if it had begun: random states stay.
 
     `agreed`: the ranks have agreed on the sampler's generator before.
     """
@@ -217,12 +244,12 @@ def read_behind(loader: Any, batches: int, epoch: int, *, agreed: bool) -> Itera
     rest.iteration = epoch
     if agreed:
         rest.rng_types = None
+    rng = capture_rng(engine.device) if batches else None
     try:
-        yield from rest
+        for batch in rest:
+            if rng is not None:
+                restore_rng(rng, engine.device)
+                rng = None
+            yield batch
     finally:
         rest.end()
-
-
-def _join(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
-    yield from first
-    yield from rest

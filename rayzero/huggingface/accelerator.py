@@ -15,7 +15,6 @@ import math
 import os
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -163,9 +162,7 @@ def _prepare(
         loader = result[number]
         check_sampler(args[number])
         check_training_data(session, loader, _first["ranks"])
-        place = Place(loader, engine.global_steps, steps, lambda: _recut(accelerator))
-        place.check_stepped = partial(_check_stepped, accelerator)
-        place.mark_batch = partial(_mark_batch, accelerator.gradient_state)
+        place = Place(accelerator, loader, engine.global_steps, **_first)
         place.schedules[:] = [it.scheduler for it in schedules]
         place.follow(loader)
         if session.engine is not None and can_read_again(loader):
@@ -194,22 +191,6 @@ def _prepare_each(
         prepared = _prepare(session, prepare, accelerator, *(given[it] for it in places))
         found.update(zip(places, prepared, strict=True))
     return tuple(found[place] for place in range(len(given)))
-
-
-def _mark_batch(state: Any, ends_step: bool) -> None:
-    """Does what `accumulate` does, where a script needs none on its first ranks: it steps for each
-    batch, of which a step has several on fewer ranks."""
-    if _first["batches"] > _first["ranks"]:
-        return
-    at_end = state.sync_with_dataloader and state.end_of_dataloader
-    state._set_sync_gradients(bool(ends_step or at_end))
-
-
-def _check_stepped(accelerator: Any) -> None:
-    """Called where the script takes a further batch."""
-    scripted = accelerator.deepspeed_engine_wrapped
-    if isinstance(scripted, ScriptedSteps | SeveralSteps):
-        scripted.check_stepped()
 
 
 def _save_once(
@@ -271,26 +252,6 @@ def _clip(
     if isinstance(steps, ScriptedSteps):
         return steps.clip_and_step(max_norm, norm_type)
     return clip(accelerator, parameters, max_norm, norm_type, **options)
-
-
-def _recut(accelerator: Any) -> int:
-    """`count_ranks`. Returns the batches of this rank of a step."""
-    count_ranks(accelerator)
-    each = _first["batches"] // dist.get_world_size()
-    accelerator.gradient_accumulation_steps, accelerator.step = each, 0
-    return each
-
-
-def count_ranks(accelerator: Any) -> None:
-    """Accelerate counts the present ranks from now on, and cuts batches for them."""
-    states, loaders = import_module("accelerate.state"), import_module("accelerate.data_loader")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    for state in (states.PartialState(), states.AcceleratorState()):
-        state.num_processes, state.process_index = ranks, rank
-        state.local_process_index = int(os.environ["LOCAL_RANK"])
-    for loader in accelerator._dataloaders:
-        if isinstance(sampler := loader.batch_sampler, loaders.BatchSamplerShard):
-            sampler.num_processes, sampler.process_index = ranks, rank
 
 
 def _is_ours(given: Any) -> bool:

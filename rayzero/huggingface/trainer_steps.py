@@ -1,12 +1,9 @@
 """The steps of a transformers Trainer whose ranks may change: read, run, and run again where lost.
 
 The number of turns of Trainer's loop is fixed, and so is the number of batches that it takes in
-each. So a lost step is run again within the turn, and a step over other ranks than those that the
-loop has begun on runs all of this rank's batches in the last turn of the step.
-
-A step that Trainer has counted may be lost with a rank, too, before the copy of its state in memory
-was complete on all ranks. Then the job goes back behind it, and it is run again: with the random
-states and the learning rate that it had, and without what Trainer did after it, which stands.
+each. So what a `FollowedLoop` reads again is run within the turn, and a step over other ranks than
+those that the loop has begun on runs all of this rank's batches in the last turn of the step. A
+step that Trainer has counted is run again without what Trainer did after it, which stands.
 
 New members begin with the loop's first turn, without what Trainer knows of earlier steps: they get
 it from a survivor where both read the batches of a step. If the job has gone back, that is after
@@ -17,7 +14,6 @@ run them for the first time, and log, save and evaluate nothing, as the survivor
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -25,14 +21,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from rayzero.engine.comm.process_group import all_gather_objects
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import CollectiveError
 from rayzero.engine.state.metadata import capture_rng, restore_rng
-from rayzero.huggingface.accelerated_loop import can_read_again, read_behind
-from rayzero.huggingface.accelerator import count_ranks
+from rayzero.huggingface.accelerated_loop import can_read_again, count_ranks, read_behind
 from rayzero.huggingface.trainer_state import Recorder, load_schedule, schedule_state
-from rayzero.workers.launch.read_batches import present_ranks
+from rayzero.workers.launch.followed_loop import FollowedLoop, present_ranks
 from rayzero.workers.session import JobSession
 
 
@@ -82,18 +76,11 @@ class TrainerSteps:
         self._trainer = trainer
         self._engine = engine
         self._recorder = recorder
-        self._session = session
         self._loader = trainer.callback_handler.train_dataloader
         self._iterator: Iterator[Any] | None = None  # Trainer's, of the epoch
         self._source: Iterator[Any] = iter(())
-        self._cut_for = present_ranks()
-        """Rank and world size for which `_source` is cut."""
-        self._steps: dict[int, _Step] = {}
-        """The present one and the last ones, as many as the job may go back, by the number of
-        finished steps before each."""
-        self._lost_steps = 0
-        self._knows_state = not session.assignment.survivors_stay
-        self._met = session.assignment.generation if self._knows_state else 0
+        self._loop = FollowedLoop(session, engine)
+        self._steps: dict[int, _Step] = self._loop.kept
         self._counted = -1
         """Steps that a survivor had counted when it came to this generation; -1 in the first."""
         self._sender: int | None = None
@@ -117,22 +104,15 @@ class TrainerSteps:
         step: int = self._trainer.state.global_step
         if iterator is not self._iterator:
             if self._iterator is not None:  # an epoch is cut where its first batch is read
-                self._cut_for = present_ranks()
+                self._loop.ranks = present_ranks()
             self._iterator = self._source = iterator
-        rng: dict[str, Any] | None = None
-        if self._cut_for != present_ranks():
-            rng = capture_rng(self._engine.device)  # the beginning of an iteration draws a number
-            self._cut_for = present_ranks()
+        if self._loop.ranks != present_ranks():
+            self._loop.ranks = present_ranks()
             self._source = self._source_of(step)
         batches, items = self._read(self._source, self._batches_of(count))
-        if rng is not None:
-            restore_rng(rng, self._engine.device)
         kept = [*map(_copy_batch, batches)]
         turns = count if batches and len(batches) != count else len(batches)
-        self._steps[step] = _Step(kept, self._cut_for, turns, {}, schedule_state(self._trainer))
-        for old in [it for it in self._steps if it < step - self._session.steps_to_go_back]:
-            del self._steps[old]
-        self._lost_steps = self._engine.progress.lost_steps
+        self._steps[step] = _Step(kept, self._loop.ranks, turns, {}, schedule_state(self._trainer))
         return (batches if turns == len(batches) else [batches[0]] * turns), items
 
     def run(self, inputs: Any, items: Any) -> Tensor:
@@ -153,57 +133,48 @@ class TrainerSteps:
         if not is_last:
             step.given = step.given + loss
             return loss
-        while self._lost_steps != engine.progress.lost_steps:
+        while self._loop.has_changed:
             self._await_ranks()
-            self._lost_steps = engine.progress.lost_steps
             loss = self._run_again(number)
         if (told := engine.metrics.loss) is not None:
             loss = self._trainer._tr_loss.new_tensor(told) - step.given  # in its sum's dtype
         return loss
 
     def _await_ranks(self) -> None:
-        """Waits for all ranks, if some were lost or are new. Runs steps again behind which the job
-        has gone back."""
+        """Waits for all ranks, and runs the steps again behind which the job has gone back."""
         device = self._engine.device
         rng, goes_back = capture_rng(device), False  # the engine goes back to the restored ones
         while True:
-            self._session.on_phase("data")
-            self._engine.survival.await_group()
-            step = self._engine.progress.step
-            with suppress(CollectiveError):  # the group broke: they meet again in the next one
-                self._meet(step)
-            if step >= self._trainer.state.global_step:
+            if self._loop.follow():
+                self._begin_generation()
+            self._meet()
+            if self._loop.step >= self._trainer.state.global_step:
                 break
             goes_back = True
             schedule = schedule_state(self._trainer)
-            self._run_again(step)
+            self._run_again(self._loop.step)
             load_schedule(self._trainer, schedule)
         if goes_back:
             restore_rng(rng, device)
 
-    def _meet(self, step: int) -> None:
-        """All ranks meet where a step begins, after `step` finished ones: once in a generation to
-        find out where each is, and once to give a survivor's state to the new members.
-        Collective."""
+    def _begin_generation(self) -> None:
         trainer = self._trainer
-        if self._met != self._session.assignment.generation:
-            self._met = self._session.assignment.generation
-            count_ranks(trainer.accelerator)
-            for name in ("is_local_process_zero", "is_world_process_zero"):
-                setattr(trainer.state, name, getattr(trainer, name)())
-            self._counted, self._sender = -1, None
-            reported = all_gather_objects((self._knows_state, trainer.state.global_step))
+        count_ranks(trainer.accelerator)
+        for name in ("is_local_process_zero", "is_world_process_zero"):
+            setattr(trainer.state, name, getattr(trainer, name)())
+        self._counted, self._sender = -1, None
+
+    def _meet(self) -> None:
+        """All ranks meet where a step begins: once in a generation to find out where each is, and
+        once to give a survivor's state to the new members. Collective."""
+        if (reported := self._loop.meet(self._trainer.state.global_step)) is not None:
             counted = [steps if knows else -1 for knows, steps in reported]
             self._counted = max(counted)
-            if self._counted >= 0:
-                self._sender = counted.index(self._counted)
-        if (sender := self._sender) is not None and step == self._counted:
+            self._sender = counted.index(self._counted) if self._counted >= 0 else None
+        if (sender := self._sender) is not None and self._loop.step == self._counted:
             self._sender = None
-            state = self._recorder.state() if sender == dist.get_rank() else None
-            sent = all_gather_objects(state)[sender]
-            if not self._knows_state and sent is not None:
-                self._recorder.take(sent)
-                self._knows_state = True
+            if (state := self._loop.send(sender, self._recorder.state)) is not None:
+                self._recorder.take(state)
 
     def _run_again(self, number: int) -> Tensor:
         """Runs the step that follows `number` finished ones; it may be lost again. Leaves the
@@ -251,7 +222,7 @@ class TrainerSteps:
         """The batches of an epoch from `step` on, cut for the present ranks."""
         epoch, done = divmod(step, self._recorder.steps_per_epoch)
         behind = done * (self._recorder.parts // dist.get_world_size())
-        return read_behind(self._loader, behind, epoch, agreed=True)
+        return read_behind(self._loader, behind, epoch, self._engine, agreed=True)
 
     def _batches_of(self, turns: int) -> int:
         """Number of this rank's batches of a step for which Trainer's loop makes so many turns:

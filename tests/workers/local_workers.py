@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -324,6 +325,7 @@ def _serve(
     from rayzero.workers.worker import WorkerProcess
 
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
+    gc.disable()  # as in an actor's process
     host = WorkerProcess(setup, index)
     while True:
         try:
@@ -334,6 +336,9 @@ def _serve(
             connection.send((True, getattr(host, name)(*args)))
         except Exception as error:  # noqa: BLE001
             connection.send((False, error))
+        if name == "warm_up":
+            gc.freeze()
+            gc.enable()
 
 
 def _exit_with_parent(parent: int) -> None:

@@ -10,10 +10,8 @@ what is to happen when:
 - the script begins: `on_begin`;
 - the training state is saved and loaded: `session.registry.register(name, get, set)`;
 - the script's loop begins: `session.loop`, whose attributes say how it continues after a fault, and
-  `session.follow_loop(engine)`, for one that yields the batches of a lost step again;
-- a step begins: `session.on_phase("data")`, and `engine.survival.await_group()`, which returns when
-  the ranks are complete. A step was lost if `engine.progress.lost_steps` has changed since the last
-  one; the ranks may be others if `session.assignment.generation` has.
+  `session.follow_loop(engine)`, for one that does a lost step again;
+- a batch is read: `FollowedLoop`, which waits for the ranks and knows what was lost.
 """
 
 from __future__ import annotations

@@ -5,8 +5,10 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from rayzero.engine.errors import CollectiveError
+
 KEPT_STEPS = 256
-"""More than lie between two copies of the state in memory, which a repair may go back."""
+"""More than lie between two copies of the state in memory, and between many checkpoints."""
 
 
 class KeptSchedules(list[Any]):
@@ -35,7 +37,10 @@ class KeptSchedules(list[Any]):
             self._late = [_position(it) - at for it, at in zip(self, self._positions, strict=True)]
 
     def restore(self, step: int) -> None:
-        self.load(self._kept.get(step, []))
+        """Raises CollectiveError if they were not kept: the script is run again."""
+        if step not in self._kept:
+            raise CollectiveError(f"the job went back to step {step}, whose schedules are not kept")
+        self.load(self._kept[step])
 
     def plain_states(self) -> list[dict[str, Any]]:
         """The numbers and texts of the states, at the end of a step within `engine.step()`; and how

@@ -1,34 +1,32 @@
 """A script's loop over torch DataLoaders of its own, which continues through faults.
 
-A survivor's DataLoader yields the batches of a lost step again. That of a new rank begins where the
-lost rank's was: a finished epoch yields nothing, the current one its rest. Both need a script that
-leaves its place to the loader, one that reads neither `engine.global_steps` nor a checkpoint before
-its first step; and batches that belong to the step in which they are read. Where torch's
-DistributedSampler orders them, they are cut for other ranks; else the loop continues only if the
-worker keeps its rank and the number of ranks is the same.
+A survivor's is a `FollowedLoop`. A new rank's begins where the lost rank's was: a finished epoch
+yields nothing, the current one its rest. Both need a script that leaves its place to the loader,
+one that reads neither `engine.global_steps` nor a checkpoint before its first step; and batches
+that belong to the step in which they are read. Where torch's DistributedSampler orders them, they
+are cut for other ranks; else the loop continues only if the worker keeps its rank and the number of
+ranks is the same.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import cache
 from itertools import chain
 from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 from torch.utils.data import DataLoader
 
-from rayzero.engine.comm.process_group import all_gather_objects
 from rayzero.engine.data.streams.positions import check_sampler
 from rayzero.engine.engine import Engine
 from rayzero.engine.errors import CollectiveError
 from rayzero.engine.state.metadata import capture_rng, restore_rng
 from rayzero.workers.launch.adapters import Original, wrap
+from rayzero.workers.launch.followed_loop import FollowedLoop, present_ranks
 from rayzero.workers.launch.kept_schedules import KeptSchedules
 from rayzero.workers.launch.read_batches import (
     Batch,
@@ -38,7 +36,6 @@ from rayzero.workers.launch.read_batches import (
     has_constant_batches,
     is_cut_by_sampler,
     iterate_behind,
-    present_ranks,
     random_state_of,
 )
 from rayzero.workers.session import JobSession
@@ -52,24 +49,20 @@ class OwnLoaders:
 
     Attributes:
         schedules: those that the script has made, in their order.
-        is_followed: whether the script stays in its loop; None: it has read nothing.
+        loop: in which the script stays; None before it has read anything, and where it does not.
         copies: the script changes its batches in place.
-        step: the one in which batches are read.
     """
 
     def __init__(self, session: JobSession) -> None:
         self.schedules = KeptSchedules()
-        self.is_followed: bool | None = None
+        self.loop: FollowedLoop | None = None
         self.copies = False
-        self.step = 0
         self._session = session
         self._readings: list[_Reading] = []
         self._found: dict[str, Any] = {}  # in the restored state: the place of this rank
         self._is_cut = False  # by a DistributedSampler, which can cut for other ranks
-        self._micro_steps, self._ranks = 0, (0, 0)
-        self._first_step = self._met = 0
-        self._seen = 0, 0
-        self._knows_schedules = not session.assignment.survivors_stay
+        self._micro_steps = self._first_step = 0
+        self._has_given_up = False
         session.registry.register(_STATE, self._place, self._find)
 
     def iterate(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -77,16 +70,16 @@ class OwnLoaders:
         engine = self._session.engine
         if engine is None or not self._follows(engine):
             return begin()
-        known = [number for number, it in enumerate(self._readings) if it.loader is loader]
-        number = known[0] if known else len(self._readings)
-        if not known:
+        reading = next((it for it in self._readings if it.loader is loader), None)
+        if reading is None:
             check_sampler(loader)
-            self._readings.append(_Reading(loader, self, engine))
-        reading = self._readings[number]
+            reading = _Reading(loader, self, engine)
+            self._readings.append(reading)
         reading.open(begin)
         if self._found:
             check_ranks(loader, self._found["ranks"])
-        epoch, batches, rng = self._found.get("places", {}).get(str(number), (0, 0, None))
+        number = str(self._readings.index(reading))
+        epoch, batches, rng = self._found.get("places", {}).get(number, (0, 0, None))
         if reading.epochs < epoch:
             with random_state_of(torch.get_rng_state()):
                 advance_sampler(loader)
@@ -116,154 +109,132 @@ class OwnLoaders:
     def await_change(self, engine: Engine) -> bool:
         """Called where an epoch is over: whether its last steps were lost since, or the ranks are
         others. Waits for all ranks if some are missing; they meet in the next epoch."""
-        is_same = not (engine.survival.local_reason or self._has_changed(engine))
-        if not self.is_followed or is_same or not self._follows(engine):
+        loop = self.loop
+        is_same = loop is None or not (engine.survival.local_reason or loop.has_changed)
+        if loop is None or is_same or not self._follows(engine):
             return False
         engine.survival.await_group()
-        if engine.progress.step > self.step:
+        if engine.progress.step > loop.step:
             return False
-        self._follow_step(engine)
+        self._follow_step(loop, engine)
         return True
 
     def begin_batch(self, engine: Engine) -> None:
         """Called before a batch is yielded. Waits for all ranks where some are new; finds the
         batches to be yielded again. Raises CollectiveError if there are some that cannot be: the
         script is run again."""
-        session, progress = self._session, engine.progress
         if not self._follows(engine):
             return
-        is_first = self.is_followed is None
-        if is_first:
-            self.step = self._first_step = session.restored_step
-            self._seen = 0, self.generation
-            self._met = self.generation if self._knows_schedules else 0
-        asked = progress.place_asked_at
+        if self.loop is None:
+            self._first_step = self._session.restored_step
+        asked = engine.progress.place_asked_at
         if asked is not None and asked <= self._first_step and not self._found:
-            self._give_up(engine)
+            self._give_up()
             return
-        if is_first:
-            self._begin_to_follow(engine)
-        session.on_phase("data")
-        engine.survival.await_group()
-        if is_first:
-            given = getattr(engine, "lr_scheduler", None)  # goes back with the engine
-            self.schedules[:] = [it for it in self.schedules if it is not given]
-            self.schedules.catch_up(self._found.get("schedules", []))
-            self.schedules.keep(progress.step)
-        self._follow_step(engine)
-        if self._met != self.generation:
-            self._met = self.generation
-            apart = ""
-            with suppress(CollectiveError):  # the group broke: they meet in the next one
-                apart = self._meet(engine)
-            if apart:
-                self._give_up(engine)
-                raise CollectiveError(apart)
+        loop = self.loop or self._begin_to_follow(engine)
+        self._follow_step(loop, engine)
+        self._meet(loop)
 
-    def _begin_to_follow(self, engine: Engine) -> None:
-        self.is_followed = True
+    def _begin_to_follow(self, engine: Engine) -> FollowedLoop:
         self._session.follow_loop(engine)
+        given = getattr(engine, "lr_scheduler", None)  # goes back with the engine
+        self.schedules[:] = [it for it in self.schedules if it is not given]
+        self.schedules.catch_up(self._found.get("schedules", []))
+        self.loop = FollowedLoop(self._session, engine, self.schedules)
         batches = engine.settings.batches
-        self._micro_steps, self._ranks = batches.micro_steps, present_ranks()
+        self._micro_steps = batches.micro_steps
         self._is_cut = has_constant_batches(engine) and all(
             is_cut_by_sampler(it.loader, batches.micro_batch) for it in self._readings
         )
+        return self.loop
 
-    def _follow_step(self, engine: Engine) -> None:
+    def _follow_step(self, loop: FollowedLoop, engine: Engine) -> None:
         """A step has ended, or was lost, or neither, since the last batch."""
-        step = engine.progress.step
-        if step > self.step:
-            self._end_step(engine)
-            self.schedules.keep(step)
-        elif self._has_changed(engine):
-            self._go_back(step)
-        if self.is_followed and self._ranks != present_ranks():
-            self._recut(engine)
-        self.step, self._seen = step, (engine.progress.lost_steps, self.generation)
+        began, read = loop.step, loop.kept.get(loop.step, [])
+        has_changed = loop.follow()
+        if loop.step > began:
+            self._end_step(loop, began, read)
+        elif has_changed:
+            self._go_back(loop, began)
+        if self.loop is not None and loop.ranks != present_ranks():
+            self._recut(loop, engine)
 
-    def _end_step(self, engine: Engine) -> None:
+    def _end_step(self, loop: FollowedLoop, began: int, read: list[tuple[_Reading, Batch]]) -> None:
         """Gives up where a step's batches were not read in it, as by a script that reads ahead."""
-        kept = [it.kept.get(self.step, []) for it in self._readings]
-        read_in_step = all(len(batches) in (0, self._micro_steps) for batches in kept)
-        if any(kept) and not (read_in_step and engine.progress.step == self.step + 1):
-            self._give_up(engine)
-        if self.is_followed and self._is_cut and not self._session.loop.divides_steps:
-            self._session.divide_step(self._micro_steps * self._ranks[1])
-        self.copies = self.copies or any(it.is_changed for batches in kept for it in batches)
-        oldest = engine.progress.step - self._session.steps_to_go_back
-        for reading in self._readings:
-            reading.kept = {step: it for step, it in reading.kept.items() if step >= oldest}
+        counts = Counter(id(reading) for reading, _ in read)
+        in_step = loop.step == began + 1 and {*counts.values()} == {self._micro_steps}
+        if read and not in_step:
+            self._give_up()
+        elif self._is_cut and not self._session.loop.divides_steps:
+            self._session.divide_step(self._micro_steps * loop.ranks[1])
+        self.copies = self.copies or any(batch.is_changed for _, batch in read)
 
-    def _go_back(self, step: int) -> None:
-        """The job is at that step, which some batches were read for already."""
-        for reading in self._readings:
-            reading.go_back(step)
-        if step < self.step and not any(reading.again for reading in self._readings):
-            raise CollectiveError(f"the job went back to step {step}, whose batches were not kept")
-        self.schedules.restore(step)
+    def _go_back(self, loop: FollowedLoop, began: int) -> None:
+        """The job is at a step which some batches were read for already. They are yielded again."""
+        lost = [it for at in sorted(loop.kept) if at >= loop.step for it in loop.kept.pop(at)]
+        is_left = any(batch.epoch != reading.epochs or batch.is_changed for reading, batch in lost)
+        if is_left or (loop.step < began and not lost):
+            raise CollectiveError(
+                f"the batches after step {loop.step} cannot be read again: the script has changed "
+                "them, or begun another epoch since, or they are of more steps than are kept"
+            )
+        for reading, batch in reversed(lost):
+            reading.batches -= 1
+            reading.ahead.appendleft(batch)
 
-    def _recut(self, engine: Engine) -> None:
+    def _recut(self, loop: FollowedLoop, engine: Engine) -> None:
         """Cuts the epoch's rest for the present ranks. Raises CollectiveError where that cannot be:
         the script is run again."""
         batches, ranks = engine.settings.batches, present_ranks()
         for reading in self._readings:
-            each, rest = divmod(reading.place()[1] * self._ranks[1], ranks[1])
+            each, rest = divmod(reading.batches * loop.ranks[1], ranks[1])
             if rest or not (
                 self._is_cut and is_cut_by_sampler(reading.loader, batches.micro_batch)
             ):
                 raise CollectiveError("the batches of a DataLoader cannot be cut for other ranks")
             cut_for(reading.loader, *ranks)
             reading.restart(each)
-        self._micro_steps, self._ranks = batches.micro_steps, ranks
+        loop.kept.clear()
+        self._micro_steps, loop.ranks = batches.micro_steps, ranks
 
-    def _give_up(self, engine: Engine) -> None:
+    def _give_up(self) -> None:
         """Stops following the loop: after a fault the script is run again."""
-        self.is_followed = self._session.loop.yields_again = False
+        self.loop, self._has_given_up = None, True
+        self._session.loop.yields_again = False
         self._session.engines.enable(None)
-        for reading in self._readings:
-            reading.kept.clear()
-
-    @property
-    def generation(self) -> int:
-        return self._session.assignment.generation
-
-    def _has_changed(self, engine: Engine) -> bool:
-        """Whether a step was lost, or the ranks may be others, since the last batch."""
-        return (engine.progress.lost_steps, self.generation) != self._seen
 
     def _follows(self, engine: Engine) -> bool:
         """Whether the script trains now, on loaders of its own."""
-        if self.is_followed is False or (self._session.loop.divides_steps and not self._is_cut):
+        if self._has_given_up or (self._session.loop.divides_steps and not self._is_cut):
             return False
         has_own = engine.training_dataloader is None
         return has_own and engine.module.training and torch.is_grad_enabled()
 
-    def _meet(self, engine: Engine) -> str:
-        """Gives the schedules to new ranks. Returns in what their loops differ from those of the
-        others; empty if they do not. Collective."""
-        places = [reading.place() for reading in self._readings]
-        reported = all_gather_objects((self._knows_schedules, places))
+    def _meet(self, loop: FollowedLoop) -> None:
+        """Gives the schedules to new ranks. Raises CollectiveError if their loops are elsewhere
+        than those of the others. Collective."""
+        places = [(reading.epochs, reading.batches) for reading in self._readings]
+        reported = loop.meet(places) or []
         if any(other != places for _, other in reported):
-            return f"the ranks' loops over DataLoaders are not at one place: {reported}"
+            self._give_up()
+            raise CollectiveError(
+                f"the ranks' loops over DataLoaders are not at one place: {reported}"
+            )
         knows = [it for it, _ in reported]
-        sender = knows.index(True) if any(knows) else -1
-        sent = all_gather_objects(self.schedules.states() if sender == dist.get_rank() else None)
-        if not self._knows_schedules and (states := sent[sender]) is not None:
+        if any(knows) and (states := loop.send(knows.index(True), self.schedules.states)):
             self.schedules.load(states)
-            self.schedules.keep(engine.progress.step)
-            self._knows_schedules = True
-        return ""
+            self.schedules.keep(loop.step)
 
     def _place(self) -> dict[str, Any]:
         """Returns the loop's position, for the training state."""
-        engine = self._session.engine
-        if not self.is_followed or engine is None:
+        loop, engine = self.loop, self._session.engine
+        if loop is None or engine is None:
             return {}
         return {
-            "ranks": self._ranks[1],
+            "ranks": loop.ranks[1],
             "micro_steps": engine.settings.batches.micro_steps,
             "places": {
-                str(number): [*reading.place(), reading.rng]
+                str(number): [reading.epochs, reading.batches, reading.rng]
                 for number, reading in enumerate(self._readings)
             },
             "schedules": self.schedules.plain_states(),
@@ -274,16 +245,14 @@ class OwnLoaders:
 
 
 class _Reading:
-    """A script's iterations over one DataLoader, one at a time, and the batches that may be needed
-    again.
+    """A script's iterations over one DataLoader, one at a time.
 
     Attributes:
         epochs: iterations begun.
-        batches: of the present iteration, that were yielded for the first time.
+        batches: of the present iteration, that were yielded, less those to be yielded again.
         rng: torch's random state where it began.
         source: its batches; None where it yields nothing.
-        kept: by step in which they were read.
-        again: to be yielded again.
+        ahead: the next ones: those to be yielded again, and one that was read.
     """
 
     def __init__(self, loader: Any, loaders: OwnLoaders, engine: Engine) -> None:
@@ -291,41 +260,26 @@ class _Reading:
         self.epochs = self.batches = 0
         self.rng = torch.get_rng_state()
         self.source: Iterator[Any] | None = None
-        self.kept: dict[int, list[Batch]] = {}
-        self.again: deque[Batch] = deque()
+        self.ahead: deque[Batch] = deque()
         self._loaders = loaders
         self._engine = engine
         self._begin: Callable[[], Iterator[Any]] = lambda: iter(())
-        self._next: Batch | None = None
-        self._read_in = 0  # the generation in which that was read
 
     def open(self, begin: Callable[[], Iterator[Any]]) -> None:
         """Begins another iteration, which has no batches yet."""
         self.epochs, self.batches = self.epochs + 1, 0
         self.rng = torch.get_rng_state()
-        self.source = self._next = None
+        self.source = None
+        self.ahead.clear()
         self._begin = begin
-
-    def place(self) -> tuple[int, int]:
-        return self.epochs, self.batches - len(self.again)
 
     def restart(self, batches: int) -> None:
         """Continues behind the first `batches`."""
-        self.kept.clear()
-        self.again.clear()
-        self.batches, self._next = batches, None
+        self.batches = batches
+        self.ahead.clear()
         if self.source is not None:
             with random_state_of(self.rng):
                 self.source = iterate_behind(self.loader, batches, self._begin)
-
-    def go_back(self, step: int) -> None:
-        lost = [it for at in sorted(self.kept) if at >= step for it in self.kept.pop(at)]
-        if any(batch.epoch != self.epochs or batch.is_changed for batch in lost):
-            raise CollectiveError(
-                f"the batches after step {step} cannot be read again: the script has changed them, "
-                "or begun another epoch since"
-            )
-        self.again.extendleft(reversed(lost))
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -341,29 +295,25 @@ class _Reading:
         loaders.begin_batch(engine)
         if not self._has_next():  # cut for other ranks
             raise StopIteration
-        is_late = bool(self.again) or self._read_in != loaders.generation
-        if self.again:
-            batch = self.again.popleft()
-        elif self._next is not None:
-            batch, self._next = self._next, None
-            self.batches += 1
-        if loaders.is_followed:
-            self.kept.setdefault(loaders.step, []).append(batch)
-        if is_late and batch.rng is not None:
+        batch = self.ahead.popleft()
+        self.batches += 1
+        if (loop := loaders.loop) is not None:
+            loop.kept.setdefault(loop.step, []).append((self, batch))
+        if batch.rng is not None:  # the engine may have gone back to where it was not read
             restore_rng(batch.rng, engine.device)
         return batch.value()
 
     def _has_next(self) -> bool:
-        if not self.again and self._next is None and self.source is not None:
+        if not self.ahead and self.source is not None:
             began_s = perf_counter()
             value = next(self.source, _END)
             self._engine.progress.data_wait_s += perf_counter() - began_s
             if value is not _END:
-                self._next = Batch(value, self.epochs, copies=self._loaders.copies)
-                self._read_in = self._loaders.generation
+                batch = Batch(value, self.epochs, copies=self._loaders.copies)
                 if not self.batches:
-                    self._next.rng = capture_rng(self._engine.device)
-        return bool(self.again) or self._next is not None
+                    batch.rng = capture_rng(self._engine.device)
+                self.ahead.append(batch)
+        return bool(self.ahead)
 
 
 def follow_own_loaders(session: JobSession) -> None:

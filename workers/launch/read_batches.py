@@ -89,11 +89,6 @@ def random_state_of(state: Tensor) -> Iterator[None]:
         yield
 
 
-def present_ranks() -> tuple[int, int]:
-    """This rank, and how many there are."""
-    return dist.get_rank(), dist.get_world_size()
-
-
 def has_constant_batches(engine: Engine) -> bool:
     """Whether neither the global batch nor the micro-batch depends on the number of ranks."""
     config = engine.settings.config

@@ -1,0 +1,128 @@
+"""Where a loop that continues through faults is, against what has happened to its job."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rayzero.engine.data.sampling import TrainingProgress
+from rayzero.engine.errors import CollectiveError
+from rayzero.workers.launch import followed_loop
+from rayzero.workers.launch.followed_loop import FollowedLoop
+from rayzero.workers.launch.kept_schedules import KeptSchedules
+
+
+class Job:
+    """A rank of a job whose steps end, and are lost; `waits`: of its loop, for what."""
+
+    def __init__(self, *, step: int = 0, survivors_stay: bool = False) -> None:
+        self.waits: list[str] = []
+        self.progress = TrainingProgress(step=step)
+        self.assignment = SimpleNamespace(generation=3, survivors_stay=survivors_stay)
+        self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+        self.loop = SimpleNamespace(yields_again=True)
+        session: Any = SimpleNamespace(
+            assignment=self.assignment,
+            loop=self.loop,
+            on_phase=self.waits.append,
+            steps_to_go_back=2,
+        )
+        await_group = SimpleNamespace(await_group=lambda: self.waits.append("group"))
+        engine: Any = SimpleNamespace(progress=self.progress, survival=await_group)
+        schedules = KeptSchedules()
+        schedules.append(self.schedule)
+        self.followed = FollowedLoop(session, engine, schedules)
+
+    def end_step(self) -> None:
+        self.optimizer.step()
+        self.schedule.step()
+        self.progress.finish_step(4, finite=True, bad=0)
+
+    def go_back(self, steps: int) -> None:
+        self.progress.lose_step(TrainingProgress(step=self.progress.step - steps))
+        self.assignment.generation += 1
+
+    @property
+    def rate(self) -> float:
+        rate: float = self.optimizer.param_groups[0]["lr"]
+        return rate
+
+
+@pytest.fixture(autouse=True)
+def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(followed_loop, "present_ranks", lambda: (1, 2))
+    monkeypatch.setattr(followed_loop.dist, "get_rank", lambda: 1)
+
+
+@pytest.mark.parametrize("back", [0, 1, 2, 4])
+def test_schedules_go_back_with_the_job_and_what_it_cannot_reach_is_not_kept(back: int) -> None:
+    job = Job()
+    for step in range(5):
+        assert not job.followed.follow()
+        job.followed.kept[step] = f"batches of {step}"
+        job.end_step()
+    if not back:
+        assert not job.followed.follow()
+        assert (job.followed.step, job.rate) == (5, 0.5**5)
+        return
+    job.go_back(back)
+    assert job.followed.has_changed
+    assert job.followed.follow()
+    assert not job.followed.follow(), "once"
+    assert (job.followed.step, job.rate) == (5 - back, 0.5 ** (5 - back))
+    assert job.schedule.last_epoch == 5 - back
+    assert {it for it in job.followed.kept if it >= 5 - back} == {*range(max(2, 5 - back), 5)}
+    assert min(job.followed.kept) >= 5 - back - 2
+
+
+def test_script_is_run_again_where_its_schedules_are_not_kept() -> None:
+    job = Job(step=3)
+    job.go_back(1)
+    with pytest.raises(CollectiveError, match="step 2, whose schedules are not kept"):
+        job.followed.follow()
+
+
+def test_other_ranks_are_a_change_without_a_lost_step() -> None:
+    job = Job()
+    job.end_step()
+    job.assignment.generation += 1
+    assert job.followed.follow()
+    assert (job.followed.step, job.rate) == (1, 0.5), "the step stands"
+
+
+@pytest.mark.parametrize(("yields_again", "waits"), [(True, ["data", "group"]), (False, ["data"])])
+def test_only_a_loop_that_reads_again_waits_for_another_group(
+    yields_again: bool, waits: list[str]
+) -> None:
+    job = Job()
+    job.loop.yields_again = yields_again
+    job.followed.follow()
+    assert job.waits == waits
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_new_members_get_a_survivors_state_once(
+    monkeypatch: pytest.MonkeyPatch, is_new: bool
+) -> None:
+    job, broken = Job(survivors_stay=is_new), [True]
+
+    def gather(value: Any) -> list[Any]:
+        if broken.pop() if broken else False:
+            raise CollectiveError("the group broke")
+        return ["state", value]
+
+    monkeypatch.setattr(followed_loop, "all_gather_objects", gather)
+    if not is_new:
+        assert job.followed.meet("place") is None, "its own first generation"
+        job.assignment.generation += 1
+    assert job.followed.meet("place") is None, "the group broke"
+    assert job.followed.meet("place") is None, "once a generation"
+    job.assignment.generation += 1
+    assert job.followed.meet("place") == ["state", (not is_new, "place")]
+    assert job.followed.send(0, lambda: None) == ("state" if is_new else None)
+    assert job.followed.send(0, lambda: None) is None
+    assert job.followed.knows_state
