@@ -570,7 +570,8 @@ class FakeCluster:
     async def receive(self) -> WorkerReports:
         """Responsive workers send at least an empty poll reply every WORKER_POLL_S."""
         try:
-            timeout_s = self.next_poll_s - self.clock.now()
+            if (timeout_s := self.next_poll_s - self.clock.now()) <= 0:
+                raise TimeoutError  # else messages at one time could put the reply off for ever
             outputs = [await with_timeout(self.clock, timeout_s, self.messages.get())]
         except TimeoutError:
             self.next_poll_s = self.clock.now() + WORKER_POLL_S
