@@ -17,12 +17,7 @@ from prometheus_client.core import Metric
 
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.job_metrics import JobMetrics, StoredStep
-from rayzero.orchestrator.metrics.rank_metrics import (
-    TRAFFIC_PREFIX,
-    RankMetrics,
-    RankMetricsTable,
-    RankView,
-)
+from rayzero.orchestrator.metrics.rank_metrics import TRAFFIC_PREFIX, RankMetrics, RankView
 from rayzero.orchestrator.metrics.role_metrics import ROLE_SERIES, ROLLOUT_SERIES
 from rayzero.orchestrator.metrics.series import (
     JobSeries,
@@ -396,9 +391,8 @@ def job_families(job: JobMetrics) -> Iterator[Metric]:
             yield family
 
 
-def rank_families(job: str, ranks: RankMetricsTable) -> Iterator[Metric]:
+def rank_families(job: str, ranks: RankView) -> Iterator[Metric]:
     """The metrics with one series for each rank, and the sums over ranks."""
-    view = ranks.view()
     for series in CATALOG.values():
-        if isinstance(series, RankSeries) and (family := series.family(job, view)).samples:
+        if isinstance(series, RankSeries) and (family := series.family(job, ranks)).samples:
             yield family
