@@ -55,13 +55,12 @@ def _compute_s(rank: RankMetrics) -> float | None:
     return None if step_s is None or exposed_s is None else step_s - exposed_s
 
 
-def _memory(ranks: RankView) -> Mapping[tuple[str, ...], float]:
+def _memory(ranks: RankView) -> Mapping[tuple[str, ...], Sample]:
     return {
         (str(rank), name.removeprefix(_MEMORY_PREFIX)): nbytes
         for rank, metrics in ranks.rows
         if metrics.report is not None
-        for name, nbytes in sorted(metrics.report.gauges().items())
-        if name.startswith(_MEMORY_PREFIX)
+        for name, nbytes in metrics.report.gauges(_MEMORY_PREFIX).items()
     }
 
 
