@@ -17,12 +17,7 @@ from prometheus_client.core import Metric
 
 from rayzero.orchestrator.machine import State
 from rayzero.orchestrator.metrics.job_metrics import JobMetrics, StoredStep
-from rayzero.orchestrator.metrics.rank_metrics import (
-    TRAFFIC_PREFIX,
-    RankMetrics,
-    RankMetricsTable,
-    RankView,
-)
+from rayzero.orchestrator.metrics.rank_metrics import TRAFFIC_PREFIX, RankMetrics, RankView
 from rayzero.orchestrator.metrics.role_metrics import ROLE_SERIES, ROLLOUT_SERIES
 from rayzero.orchestrator.metrics.series import (
     JobSeries,
@@ -60,13 +55,12 @@ def _compute_s(rank: RankMetrics) -> float | None:
     return None if step_s is None or exposed_s is None else step_s - exposed_s
 
 
-def _memory(ranks: RankView) -> Mapping[tuple[str, ...], float]:
+def _memory(ranks: RankView) -> Mapping[tuple[str, ...], Sample]:
     return {
         (str(rank), name.removeprefix(_MEMORY_PREFIX)): nbytes
         for rank, metrics in ranks.rows
         if metrics.report is not None
-        for name, nbytes in sorted(metrics.report.gauges().items())
-        if name.startswith(_MEMORY_PREFIX)
+        for name, nbytes in metrics.report.gauges(_MEMORY_PREFIX).items()
     }
 
 
@@ -396,9 +390,8 @@ def job_families(job: JobMetrics) -> Iterator[Metric]:
             yield family
 
 
-def rank_families(job: str, ranks: RankMetricsTable) -> Iterator[Metric]:
+def rank_families(job: str, ranks: RankView) -> Iterator[Metric]:
     """The metrics with one series for each rank, and the sums over ranks."""
-    view = ranks.view()
     for series in CATALOG.values():
-        if isinstance(series, RankSeries) and (family := series.family(job, view)).samples:
+        if isinstance(series, RankSeries) and (family := series.family(job, ranks)).samples:
             yield family

@@ -24,8 +24,9 @@ class RankReport(NamedTuple):
     def gauge(self, name: str) -> float | None:
         return self.rows.gauge(self.row, name)
 
-    def gauges(self) -> dict[str, float]:
-        return self.rows.gauges(self.row)
+    def gauges(self, prefix: str) -> dict[str, float | None]:
+        """Those whose names begin so, in order."""
+        return {name: self.gauge(name) for name in _names_with(prefix, self.rows.names)}
 
 
 class RankMetrics(NamedTuple):
@@ -51,9 +52,9 @@ class RankView(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _traffic_names(gauges: tuple[str, ...]) -> tuple[str, ...]:
-    """Nearly all ranks report the same gauges, and each repair asks all of them."""
-    return tuple(name for name in gauges if name.startswith(TRAFFIC_PREFIX))
+def _names_with(prefix: str, gauges: tuple[str, ...]) -> tuple[str, ...]:
+    """Nearly all ranks report the same gauges, and each repair and scrape asks all of them."""
+    return tuple(sorted(name for name in gauges if name.startswith(prefix)))
 
 
 def _add_traffic(reports: Mapping[int, StepRows], totals: defaultdict[str, float]) -> None:
@@ -64,7 +65,7 @@ def _add_traffic(reports: Mapping[int, StepRows], totals: defaultdict[str, float
         ranks[id(rows)].append(rank)
     for key, rows in records.items():
         at = [*map(rows.ranks.index, ranks[key])]
-        for name in _traffic_names(rows.names):
+        for name in _names_with(TRAFFIC_PREFIX, rows.names):
             column = rows.column(name)
             totals[name] += sum(max(0.0, column[row]) for row in at)
 

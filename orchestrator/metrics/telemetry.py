@@ -176,7 +176,7 @@ class Telemetry:
             if not self._per_rank:
                 return job
             ranks = self._metrics.ranks.copy()
-        return [*job, *rank_families(self._metrics.spec.name, ranks)]
+        return [*job, *rank_families(self._metrics.spec.name, ranks.view())]
 
     def _open_endpoint(self, config: MetricsSpec) -> Endpoint | None:
         if config.port is None:

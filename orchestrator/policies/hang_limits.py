@@ -112,18 +112,20 @@ class StepHistory:
         Args:
             trained_s: for how long a worker has trained since it had loaded its state.
         """
+        known = self.in_generation
         phases = zip(*map(rows.column, _GAUGES.values()), strict=True)
         for worker, rank, own_s, phases_s in zip(
             rows.workers, rows.ranks, rows.own_s, phases, strict=True
         ):
-            if worker in self.in_generation:
+            if worker in known:
                 self.times[rank].add(own_s, phases_s)
                 continue
-            self.in_generation.add(worker)
-            self.reported.add(worker)
-            self.longest_first_step_s = max(self.longest_first_step_s, trained_s(worker))
             self._check_alarm(rows.step, phases_s)
             self._first.add(own_s, phases_s)
+        if new := [worker for worker in rows.workers if worker not in known]:
+            known.update(new)
+            self.reported.update(new)
+            self.longest_first_step_s = max(self.longest_first_step_s, *map(trained_s, new))
 
     def add_alarm(self, rank: RankProgress) -> None:
         """A rank is ended because it hangs."""

@@ -233,8 +233,8 @@ class Worker:
 
 
 async def test_messages_survive_cuts_and_agents():
-    """Reports come once each and in order: while connections are cut, and when another agent takes
-    the place of one that had not passed on what it had."""
+    """Reports, and changes between them, come once each, in order: while connections are cut, and
+    when another agent takes the place of one that had not passed on what it had."""
     commands, mail = Commands(), WorkerMail()
     workers = [Worker(index, mail, commands.socket) for index in range(2)]
     with agent(commands) as (_, address):
@@ -245,11 +245,15 @@ async def test_messages_survive_cuts_and_agents():
             for step in range(1, 101):
                 for worker in workers:
                     worker.posted.put(StepReport(1, worker.index, step))
+                    if step % 10 == 0:
+                        worker.posted.put(Restored(1, worker.index, step))
                 if step % 20 == 0:
                     proxy.cut()
                     await asyncio.sleep(0.05)
             for worker in workers:
                 assert await worker.reports(100) == [*range(1, 101)]
+                its = [it.step for it in worker.received if isinstance(it, StepReport | Restored)]
+                assert its[:109] == sorted([*range(1, 101), *range(10, 100, 10)])
             proxy.passes.clear()  # what comes to this agent from now on stays there
             for worker in workers:
                 worker.posted.put(StepReport(1, worker.index, 101))

@@ -37,7 +37,7 @@ class JobCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         metrics = self._job.metrics
         yield from job_families(metrics)
-        yield from rank_families(metrics.spec.name, metrics.ranks.copy())
+        yield from rank_families(metrics.spec.name, metrics.ranks.copy().view())
 
 
 def metrics_text(job: SimulatedJob) -> str:
