@@ -99,7 +99,7 @@ class HangDetector:
     async def run(self) -> None:
         while True:
             await self._loop.sleep(CHECK_INTERVAL_S)
-            self._inbox.excuse_cut_off()
+            self._inbox.excuse_cut_off(self._members.registry.ready)
             self._inbox.expire_silent()
             generation = self._members.generation
             if not generation.active:

@@ -18,6 +18,7 @@ from rayzero.workers.messages import (
     Heartbeat,
     LogLine,
     StepReport,
+    WorkerInfo,
 )
 from rayzero.workers.output import dropped_lines_text
 from rayzero.workers.step_rows import (
@@ -180,13 +181,12 @@ class WorkerInbox:
             now_s - heard_at_s.get(it, now_s) + silent_s.get(it, 0.0) > limit_s for it in workers
         )
 
-    def excuse_cut_off(self) -> None:
-        """Counts workers as heard whose node has lost its agent while the cluster's head, without
-        which no other one can be started, does not answer: they train on."""
-        registry, now_s = self._members.registry, self._loop.now_s()
-        if not registry.head_answers:
-            agents = self._members.vault_addresses
-            cut_off = {it.index for it in registry.ready if it.node_id not in agents}
+    def excuse_cut_off(self, workers: Iterable[WorkerInfo]) -> None:
+        """Counts those of the workers as heard whose node has lost its agent while the cluster's
+        head, without which no other one can be started, does not answer: they go on."""
+        if not self._members.registry.head_answers:
+            agents, now_s = self._members.vault_addresses, self._loop.now_s()
+            cut_off = {it.index for it in workers if it.node_id not in agents}
             self._last_heard_s |= dict.fromkeys(cut_off & self._last_heard_s.keys(), now_s)
 
     def expire_silent(self) -> None:

@@ -375,13 +375,15 @@ class RolePool:
             now_s = self._loop.now_s()
             draining = self._members.registry.draining_nodes  # the ranks ask the cluster
             await self._group.leave_nodes(draining)
+            self._inbox.excuse_cut_off(worker.info for worker in self.workers.values())
             self._inbox.expire_silent()
             for worker in tuple(self.workers.values()):
                 if worker.info.node_id in draining:
                     self._on_fault(worker, FaultCause.PREEMPTED, "its node is draining")
             ready, returned = self.running, len(self.finished)
             # The ranks wait for what a function that takes tasks would have made.
-            if (ready if self.plan.spec.takes else ready + returned) >= self.least:
+            enough = (ready if self.plan.spec.takes else ready + returned) >= self.least
+            if enough or not self._members.registry.head_answers:  # which nothing can start without
                 enough_at_s = now_s
             elif now_s - enough_at_s > (waited_s := self.plan.resources.timeout_s):
                 raise role_faults.too_few_error(self.name, ready, self.least, waited_s, returned)

@@ -145,13 +145,13 @@ async def test_silence_says_nothing_where_only_a_head_that_is_away_could_start_a
     timeout_s = WORKER_POLL_S + PATIENCE_S + 10
     registry.head_answers = False
     await harness.clock.advance(timeout_s)
-    harness.inbox.excuse_cut_off()
+    harness.inbox.excuse_cut_off(registry.ready)
     harness.inbox.expire_silent()
     lost = f"lost: its process did not respond for {timeout_s:g} s"
     assert harness.delivered == [f"1 {lost}"], "that one has an agent"
     registry.head_answers = True
     await harness.clock.advance(timeout_s)
-    harness.inbox.excuse_cut_off()
+    harness.inbox.excuse_cut_off(registry.ready)
     harness.inbox.expire_silent()
     assert harness.delivered == [f"1 {lost}", f"0 {lost}"]
 

@@ -161,6 +161,10 @@ async def test_too_few_workers_fail_the_job_with_the_roles_name(folder: Path, co
         harness.cluster.vaults.may_open = False
         group.start("z")
         await settle()
+    else:  # nobody starts one while the cluster's head is away
+        harness.cluster.head_answers.clear()
+        await harness.clock.advance(60)
+        harness.cluster.head_answers.set()
     await harness.clock.advance(25)
     assert harness.states[-1] is State.RUNNING
     await harness.clock.advance(8)
