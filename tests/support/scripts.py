@@ -7,6 +7,7 @@ Only the interpreter's start and these imports are left out, which cost seconds 
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import runpy
 import subprocess
@@ -82,6 +83,7 @@ def _run(arguments: list[str], variables: dict[str, str], cwd: Path, outputs: li
         os.environ.pop(name, None)
     os.environ.update(variables, CUDA_VISIBLE_DEVICES="")
     torch.set_num_threads(1)
+    gc.freeze()  # collections leave out what the fork server has imported
     os.chdir(cwd)
     try:
         _execute(*arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -329,6 +330,7 @@ def _serve(
     from rayzero.workers.worker import WorkerProcess
 
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
+    gc.freeze()  # collections leave out what the fork server has imported
     host = WorkerProcess(setup, index)
     while True:
         try:
