@@ -13,6 +13,8 @@ import ray
 import rayzero.data
 from rayzero.data import PackedBlocks, from_ray
 from rayzero.engine.errors import ConfigError, DataError
+from rayzero.orchestrator.cluster.connect import connect
+from rayzero.orchestrator.cluster.local_cluster import LocalCluster
 from tests.engine.data.streams.exactness import check_through_faults
 from tests.engine.data.streams.memory import make_source, read_step
 
@@ -21,9 +23,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False)
+    cluster = connect("local", LocalCluster({}))
     yield
-    ray.shutdown()
+    cluster.close()
 
 
 def slow_first(row: dict) -> dict:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +22,6 @@ def run(*command: str, ranks: int = 0, ok: bool = True) -> subprocess.CompletedP
     """Run `python COMMAND` in a forked process, or in one per rank."""
     done = run_script(*command, ranks=ranks)
     assert (done.returncode == 0) is ok, done.stderr[-3000:]
-    return done
-
-
-def run_torchrun(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run `torchrun COMMAND` on two ranks, without the variables of an outer torchrun."""
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = subprocess.run(
-        [sys.executable, *torchrun, *command],
-        cwd=ROOT,
-        env=env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
     return done
 
 
@@ -63,12 +45,9 @@ def config(tmp_path: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(("loop", "ranks"), [("config", 2), ("args", 0), ("defaults", 2)])
 def test_tutorial_loops_run_unchanged(loop: str, ranks: int, config: Path) -> None:
+    """tests/huggingface/test_scripts.py starts a real torchrun."""
     script = ("-m", "rayzero.deepspeed", str(SCRIPT), "--loop", loop)
-    options = ("--deepspeed_config", str(config))
-    if loop == "config":
-        done = run_torchrun(*script, *options)
-    else:
-        done = run(*script, *options, ranks=ranks)
+    done = run(*script, "--deepspeed_config", str(config), ranks=ranks)
     result = json.loads(done.stdout.strip().splitlines()[-1])
     assert ("step 3: loss" in done.stderr) is (loop != "defaults")  # enabled by the config
     if loop == "defaults":

@@ -6,6 +6,7 @@ import copy
 import re
 import shlex
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from rayzero import ConfigError
 from rayzero.engine.config import parse_config
 from rayzero.engine.config.schedules import LR_CURVES
 from rayzero.engine.optim.deepspeed_schedules import StepSchedule
+from rayzero.orchestrator.cluster.connect import connect
+from rayzero.orchestrator.cluster.local_cluster import LocalCluster
 from tests.house.blocks import blocks
 
 QUESTIONS = 6400
@@ -300,6 +303,7 @@ def test_the_steps_run_as_jobs(tmp_path: Path) -> None:
     def run(job: dict[str, Any]) -> None:
         assert chat.run_job(job | {"steps": 2}).steps == 2
 
-    chat.main(["--output-dir", str(tmp_path), "--actor-zero-stage", "3"], run)
+    with closing(connect("local", LocalCluster({"OMP_NUM_THREADS": "1"}))):  # of all three
+        chat.main(["--output-dir", str(tmp_path), "--actor-zero-stage", "3"], run)
     for folder in ("actor-models", "reward-models", "step3-models"):
         assert (tmp_path / folder / "tiny/model.safetensors").exists()

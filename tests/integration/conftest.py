@@ -77,7 +77,7 @@ def find_leaks(head: Head) -> list[str]:
 @pytest.fixture(scope="module")
 def node_cluster() -> Iterator[Nodes]:
     """A separate cluster with short health-check timeouts, to detect lost nodes quickly."""
-    with fork_server(), pytest.MonkeyPatch.context() as patch:
+    with fork_server(launches=False), pytest.MonkeyPatch.context() as patch:
         for name, value in {
             "initial_delay_ms": "1000",
             "period_ms": "1000",

@@ -4,7 +4,7 @@ Trainer; a Ray dataset is read as a stream."""
 from __future__ import annotations
 
 import json
-import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ def ray_train_loop(config: dict[str, Any]) -> None:
     assert "rayzero.data.from_ray(dataset)" in refused.value.fix
     if find_spec("transformers") is not None:
         rayzero.deepspeed.install()
+        sys.path.insert(0, str(ROOT / "tests/scripts"))
         from tests.scripts.check_equal import trainer_case
 
         folder = Path(config["path"]).parent
@@ -72,12 +73,8 @@ def test_ray_train(tmp_path: Path, head: Head) -> None:
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    # `tests` is not installed: workers import it through PYTHONPATH.
-    path = f"{ROOT}{os.pathsep}{ROOT / 'tests/scripts'}"
-    runtime_env = {"env_vars": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}}
-    ray.init(
-        address=head.address, logging_level="error", log_to_driver=False, runtime_env=runtime_env
-    )
+    # Without a PYTHONPATH in a runtime environment, which would keep workers from being forked.
+    ray.init(address=head.address, logging_level="error", log_to_driver=False)
     try:
         dataset = ray.data.range(ROWS, override_num_blocks=4)
         source = rayzero.data.from_ray(dataset)

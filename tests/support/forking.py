@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from rayzero.orchestrator.cluster import local_cluster
 from rayzero.orchestrator.cluster.local_cluster import ForkServer
 from rayzero.workers.fork_server import ADDRESS_VARIABLE, SETUP_SCRIPT
 
@@ -37,12 +38,19 @@ def ray_start(*, forks: bool) -> tuple[str, ...]:
 
 
 @contextmanager
-def fork_server() -> Iterator[None]:
-    """For the clusters that this process starts meanwhile."""
+def fork_server(*, launches: bool = True) -> Iterator[None]:
+    """For the clusters that this process starts meanwhile.
+
+    Args:
+        launches: whether their workers run launched scripts, whose libraries it then imports.
+    """
     from ray._private import ray_constants  # it reads the environment
 
-    server = ForkServer({})
     with pytest.MonkeyPatch.context() as patch:
+        if launches:
+            modules = (*local_cluster._PRELOADED, "tests.support.launched")
+            patch.setattr(local_cluster, "_PRELOADED", modules)
+        server = ForkServer({})
         patch.setenv(ADDRESS_VARIABLE, server.address)
         patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", SETUP_SCRIPT)
         try:

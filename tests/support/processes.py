@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
+from multiprocessing.process import BaseProcess
 from typing import Any
+from unittest import mock
 
 PROCESSES = get_context("forkserver")
 _PRELOADED = [
@@ -24,6 +26,8 @@ _LIBRARIES = ["scipy.optimize", "datasets", "PIL.Image", "boto3"]
 """What transformers, accelerate and peft import. Not sklearn, whose forks leave semaphores, and not
 these themselves, which look for deepspeed when they are imported."""
 PROCESSES.set_forkserver_preload(_PRELOADED)
+_LAUNCHED = forkserver.ForkServer()
+_LAUNCHED.set_forkserver_preload([*_PRELOADED, "tests.support.launched"])
 
 
 def preload_libraries() -> None:
@@ -37,3 +41,11 @@ def start_forked(function: Callable[..., None], args: tuple[Any, ...], nprocs: i
     from torch.multiprocessing import start_processes  # not imported by the fork server's parent
 
     start_processes(function, args, nprocs, start_method="forkserver")
+
+
+def start_launched(function: Callable[..., None], args: tuple[Any, ...]) -> BaseProcess:
+    """A daemon from a fork server that has imported the libraries of launched scripts, too."""
+    process = PROCESSES.Process(target=function, args=args, daemon=True)
+    with mock.patch.object(forkserver, "connect_to_new_process", _LAUNCHED.connect_to_new_process):
+        process.start()
+    return process

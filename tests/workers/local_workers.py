@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from rayzero.orchestrator.progress import JobProgress
 from rayzero.workers.chaos.inject import FaultRecord
 from rayzero.workers.chaos.spec import FaultSpec
 from rayzero.workers.messages import (
+    SCRIPT_ENTRYPOINT,
     Crashed,
     Finished,
     GenerationSpec,
@@ -39,7 +41,7 @@ from rayzero.workers.step_rows import combine
 from rayzero.workers.vault.records import Restore, SlotRef
 from rayzero.workers.vault.vault import Vault
 from tests.support.nccl_like.settings import NcclLike, from_environment
-from tests.support.processes import PROCESSES
+from tests.support.processes import PROCESSES, start_launched
 from tests.workers import recovery_jobs
 
 NODE = "node"
@@ -289,8 +291,11 @@ class _Worker:
     def __init__(self, setup: WorkerSpec, index: int, nccl_like: NcclLike | None) -> None:
         parent, child = PROCESSES.Pipe()
         args = child, setup, index, nccl_like
-        self._process = PROCESSES.Process(target=_serve, args=args, daemon=True)
-        self._process.start()
+        if setup.entrypoint == SCRIPT_ENTRYPOINT:
+            self._process: BaseProcess = start_launched(_serve, args)
+        else:
+            self._process = PROCESSES.Process(target=_serve, args=args, daemon=True)
+            self._process.start()
         child.close()
         self._connection: Connection = parent
         self.pid = self._process.pid or 0
