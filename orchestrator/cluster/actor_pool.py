@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import (
     PlacementGroup,
+    get_placement_group,
     placement_group,
     placement_group_table,
     remove_placement_group,
@@ -269,15 +271,23 @@ class ActorPool:
         equal."""
         bundle = {"CPU": need.cpus} | ({"GPU": need.gpus} if need.gpus else {})
         avoid_label = {_NODE_LABEL: f"!in({','.join(sorted(avoid))})"}
-        request = partial(
-            placement_group,
-            [bundle],
-            strategy="STRICT_PACK",
-            name=self._name(secrets.token_hex(8)),
-            lifetime="detached",
-            _soft_target_node_id=target,
-            bundle_label_selector=[avoid_label] if avoid else None,
-        )
+        name = self._name(secrets.token_hex(8))
+
+        def request() -> PlacementGroup:
+            group: PlacementGroup
+            with suppress(ValueError):  # a request that was given up may have been received
+                group = get_placement_group(name)
+                return group
+            group = placement_group(
+                [bundle],
+                strategy="STRICT_PACK",
+                name=name,
+                lifetime="detached",
+                _soft_target_node_id=target,
+                bundle_label_selector=[avoid_label] if avoid else None,
+            )
+            return group
+
         return await self._head(request)
 
     async def _move(

@@ -40,7 +40,8 @@ class HeadCalls:
 
 
 def _answer(call: Callable[[*Ts], T], *args: *Ts) -> T:
-    """Ray gives some calls up, and with an error, when the head is away for 60 s."""
+    """Repeats a call that Ray gives up, as some after 60 s without a head. The head may have
+    received it, so one that makes something must find what a previous attempt has made."""
     while True:
         with suppress(GetTimeoutError):
             return call(*args)

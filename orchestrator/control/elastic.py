@@ -114,7 +114,7 @@ class ElasticScaler:
             await self._loop.sleep(DRAIN_POLL_INTERVAL_S)
 
     async def _draining_nodes(self) -> frozenset[str] | None:
-        """None if the cluster's head does not answer, which is said, and when it does again."""
+        """Returns None while the cluster's head does not answer. Logs that once, and its end."""
         registry = self._members.registry
         try:
             draining = await self._loop.within(HEAD_LIMIT_S, self._workers.draining_nodes())

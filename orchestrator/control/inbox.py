@@ -183,7 +183,7 @@ class WorkerInbox:
 
     def excuse_cut_off(self, workers: Iterable[WorkerInfo]) -> None:
         """Counts those of the workers as heard whose node has lost its agent while the cluster's
-        head, without which no other one can be started, does not answer: they go on."""
+        head, without which no other one can be started, does not answer: they continue."""
         if not self._members.registry.head_answers:
             agents, now_s = self._members.vault_addresses, self._loop.now_s()
             cut_off = {it.index for it in workers if it.node_id not in agents}

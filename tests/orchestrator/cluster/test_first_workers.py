@@ -11,8 +11,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from ray.exceptions import GetTimeoutError
 
-from rayzero.orchestrator.cluster import ray_api
+from rayzero.orchestrator.cluster import actor_pool, ray_api
 from rayzero.orchestrator.cluster.actor_pool import ActorPool, Reservation
 from rayzero.orchestrator.cluster.head_calls import HeadCalls
 from rayzero.orchestrator.cluster.ray_api import NodeTable
@@ -90,6 +91,29 @@ class RecordedActor:
     def remote(self, spec: Any, index: int, orphan_s: float) -> None:
         assert orphan_s == 600
         self.started.append(self._options)
+
+
+async def test_reservation_whose_request_ray_gave_up_is_not_made_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made: dict[str, object] = {}
+
+    def receive(_: object, *, name: str, **__: object) -> None:
+        assert name not in made
+        made[name] = object()
+        raise GetTimeoutError("GCS server is dead")
+
+    def find(name: str) -> object:
+        if name not in made:
+            raise ValueError(name)
+        return made[name]
+
+    monkeypatch.setattr(actor_pool, "placement_group", receive)
+    monkeypatch.setattr(actor_pool, "get_placement_group", find)
+    vaults = VaultGroup(make_spec(tmp_path))
+    pool = ActorPool(make_spec(tmp_path), cast(Any, None), vaults, count(), object)
+    group = await pool._request(ResourceRequest(1, 1, 1.0, 0.0, 30.0), None, ())
+    assert [*made.values()] == [group]
 
 
 @pytest.mark.parametrize(
