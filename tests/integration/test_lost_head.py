@@ -21,6 +21,7 @@ from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.cluster.connect import connect
 from rayzero.orchestrator.job.api import Job, Role
 from rayzero.orchestrator.job.client import JobProcess
+from rayzero.orchestrator.job.ended_jobs import load_ended
 from rayzero.orchestrator.job.handle import JobHandle
 from rayzero.orchestrator.job_events import RoleWorkerReady
 from rayzero.orchestrator.progress import StepRecord
@@ -36,6 +37,8 @@ from tests.support.token_head import wait_for as wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 LIMIT_S = 200.0
 STEPS_ALONE = 20
+STOP = "stop-now"
+TITLES = "ray::WorkerActor", "ray::VaultActor", "ray::JobActor", "ray::RoleActor"
 
 
 def test_training_outlives_the_head_and_nothing_outlives_the_job(tmp_path: Path):
@@ -70,28 +73,28 @@ def test_training_outlives_the_head_and_nothing_outlives_the_job(tmp_path: Path)
         # The killed worker's newest step may be in its ledger, and not yet reported.
         assert before[-1] >= step
         assert 0 <= before[-1] + 1 - after[0] <= 1
-        assert run_driver(cluster, "stop", tmp_path) == {"left": []}
-        entries = [*map(json.loads, (tmp_path / "steady" / "events.jsonl").open())]
-        kinds = [entry["kind"] for entry in entries]
-        assert (kinds.count("begun"), kinds[-1]) == (3, "ended")
+        assert run_driver(cluster, "lose_process", tmp_path) == {"left": []}
+        entries = journal(tmp_path / "steady")
+        assert [entry["kind"] for entry in entries].count("begun") == 3
         redone = [entry["steps_redone"] for entry in entries if entry["kind"] == "repaired"]
         assert redone == [0], "no finished step again"
         lost = [entry["lost_ranks"] for entry in entries if "lost_ranks" in entry]
         assert [len(ranks) for ranks in lost] == [0, 1]
         roles = [entry["roles"]["judge"] for entry in entries if "lost_ranks" in entry]
         assert roles == [1, 0]
-        cluster.start_controller_node()
-        assert run_driver(cluster, "begin_other", tmp_path) == {"owned": 7}
-        check_controller_outlives_head(cluster, tmp_path / "lost" / "ledger")
-        run_driver(cluster, "lose_process", tmp_path)
-        titles = "ray::WorkerActor", "ray::VaultActor", "ray::JobActor", "ray::RoleActor"
-        wait_until(lambda: not cluster.processes(*titles), LIMIT_S, "the end of all processes")
+        assert not cluster.processes(*TITLES)
+        check_controller_outlives_head(cluster, tmp_path)
     finally:
         cluster.close()
 
 
-def check_controller_outlives_head(cluster: DurableHead, ledger: Path) -> None:
-    """Nothing but the head's processes is lost: the job's own goes on, and repairs."""
+def check_controller_outlives_head(cluster: DurableHead, folder: Path) -> None:
+    """Nothing but the head's processes is lost: the job's own goes on, repairs, and ends the job,
+    of which nothing is left once the head is back."""
+    cluster.start_controller_node()
+    client = start_driver(cluster, "begin_other", folder)
+    ledger = folder / "other" / "ledger"
+    wait_until(lambda: steps_by_generation(ledger)[-1:] > [[3]], LIMIT_S, "two ranks")
     (controller,) = cluster.processes("ray::JobActor")
     generations = len(steps_by_generation(ledger))
     cluster.lose_head()
@@ -109,7 +112,14 @@ def check_controller_outlives_head(cluster: DurableHead, ledger: Path) -> None:
     assert cluster.processes("ray::WorkerActor") == {kept}, "nothing can be started"
     cluster.start_head()
     wait_until(lambda: len(cluster.processes("ray::WorkerActor")) == 2, LIMIT_S, "the replacement")
+    cluster.lose_head()
+    (folder / STOP).touch()
+    assert read_reply(client) == {"owned": 7, "ended": True}
+    assert journal(folder / "other")[-1]["kind"] == "ended"
     assert cluster.processes("ray::JobActor") == {controller}
+    cluster.start_head()
+    wait_until(lambda: not cluster.processes(*TITLES), LIMIT_S, "the end of all processes")
+    assert run_driver(cluster, "find_end", folder) == {"left": [], "state": "stopped"}
 
 
 def steps_by_generation(ledger: Path) -> list[list[int]]:
@@ -124,14 +134,27 @@ def steps_by_generation(ledger: Path) -> list[list[int]]:
     return found
 
 
+def journal(folder: Path) -> list[dict[str, Any]]:
+    return [*map(json.loads, (folder / "events.jsonl").open())]
+
+
 def run_driver(cluster: DurableHead, stage: str, folder: Path) -> dict[str, Any]:
+    return read_reply(start_driver(cluster, stage, folder))
+
+
+def start_driver(cluster: DurableHead, stage: str, folder: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", __name__, stage, str(folder), cluster.address]
-    done = subprocess.run(
-        command, cwd=ROOT, env=cluster.env, capture_output=True, text=True, timeout=3 * LIMIT_S
+    output = subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=ROOT, env=cluster.env, stdout=output, stderr=output, text=True
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return seen
+
+
+def read_reply(driver: subprocess.Popen[str]) -> dict[str, Any]:
+    output, errors = driver.communicate(timeout=3 * LIMIT_S)
+    assert driver.returncode == 0, output + errors
+    reply: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return reply
 
 
 def begin(folder: Path, address: str) -> dict[str, Any]:
@@ -159,31 +182,34 @@ def attach(address: str, event_log: EventLog) -> JobHandle:
             time.sleep(0.2)
 
 
-def stop(folder: Path, address: str) -> dict[str, Any]:
-    handle = attach(address, EventLog())
-    handle.stop()
-    assert handle.wait(LIMIT_S)
+def lose_process(folder: Path, address: str) -> dict[str, Any]:
+    """Its process is gone for good, as after many restarts: what it left ends itself."""
     with closing(connect(address)):
+        process = JobProcess.find("steady")
+        assert process is not None
+        ray.kill(process.actor)
+        wait_until(lambda: not has_process("steady"), LIMIT_S, "the end of the job's process")
+        wait_until(lambda: not find_owned("steady"), LIMIT_S, "the end of orphans")
         return {"left": [str(owned) for owned in find_owned()]}
 
 
 def begin_other(folder: Path, address: str) -> dict[str, Any]:
+    """Stop it at the test's command, with or without a head."""
     event_log = EventLog()
-    other = job(folder, "lost", workers=Workers(min=1, max=2))
+    other = job(folder, "other", workers=Workers(min=1, max=2))
     handle = other.submit(address=address, observer=event_log)
     wait_for(handle, lambda: latest_step(event_log) > 3 and world_size(event_log) == 2)
-    return {"owned": len(find_owned("lost"))}  # three workers, their reservations, a vault
+    owned = len(find_owned("other"))  # three workers, their reservations, a vault
+    wait_for(handle, lambda: (folder / STOP).exists())
+    handle.stop()
+    return {"owned": owned, "ended": handle.wait(LIMIT_S)}
 
 
-def lose_process(folder: Path, address: str) -> dict[str, Any]:
-    """Its process is gone for good, as after many restarts: what it left ends itself."""
+def find_end(folder: Path, address: str) -> dict[str, Any]:
     with closing(connect(address)):
-        process = JobProcess.find("lost")
-        assert process is not None
-        ray.kill(process.actor)
-        wait_until(lambda: not has_process("lost"), LIMIT_S, "the end of the job's process")
-        wait_until(lambda: not find_owned("lost"), LIMIT_S, "the end of orphans")
-    return {}
+        ended = load_ended("other")
+        assert ended is not None
+        return {"left": [str(owned) for owned in find_owned()], "state": ended.status.state}
 
 
 def judge(ctx: RoleContext) -> None:
@@ -206,6 +232,8 @@ def job(folder: Path, name: str, **changes: Any) -> Job:
     )
 
 
+STAGES = begin, go_on, lose_process, begin_other, find_end
+
 if __name__ == "__main__":
-    stage = {it.__name__: it for it in (begin, go_on, stop, begin_other, lose_process)}[sys.argv[1]]
+    stage = {it.__name__: it for it in STAGES}[sys.argv[1]]
     print(json.dumps(stage(Path(sys.argv[2]), sys.argv[3])), flush=True)
