@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
 from rayzero.engine.errors import CollectiveError
+
+log = logging.getLogger("rayzero.workers")
 
 KEPT_STEPS = 256
 """More than lie between two copies of the state in memory, and between many checkpoints."""
@@ -48,22 +53,34 @@ class KeptSchedules(list[Any]):
         self._positions = [_position(schedule) for schedule in self]
         late = self._late if len(self._late) == len(self) else [0] * len(self)
         return [
-            {"late": more, "state": {key: it for key, it in state.items() if _is_plain(it)}}
-            for state, more in zip(self.states(), late, strict=True)
+            {"position": at, "late": more, "state": _plain(schedule.state_dict())}
+            for schedule, at, more in zip(self, self._positions, late, strict=True)
         ]
 
     def catch_up(self, found: list[dict[str, Any]]) -> None:
         """Sets the schedules of a script that was run again as `plain_states` has found them.
         One that is stepped once an epoch may have come there by itself."""
+        behind = []
         for schedule, it in zip(self, found, strict=False):
-            if _position(schedule) >= it["state"].get("last_epoch", 0) + it["late"]:
-                continue
-            schedule.load_state_dict(schedule.state_dict() | it["state"])
+            position = it.get("position", it["state"].get("last_epoch", 0))
+            if _position(schedule) < position + it["late"]:
+                schedule.load_state_dict(schedule.state_dict() | it["state"])
+                behind.append((schedule, it["late"]))
+        for schedule, _ in behind:  # those within another one, which sets the rates, are before it
             apply_rates(schedule)
-            with warnings.catch_warnings():  # torch's: the optimizer has not been stepped before
-                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-                for _ in range(it["late"]):
-                    schedule.step()
+        inner = {id(it) for schedule in self for it in getattr(schedule, "_schedulers", ())}
+        for schedule, late in behind:
+            if isinstance(schedule, ReduceLROnPlateau) and late:
+                log.warning(
+                    "ReduceLROnPlateau continues without the last %d of the values that it was "
+                    "given: they came after the step's state was copied",
+                    late,
+                )
+            elif id(schedule) not in inner:
+                with warnings.catch_warnings():  # torch's: the optimizer was not stepped before
+                    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+                    for _ in range(late):
+                        schedule.step()
 
 
 def apply_rates(schedule: Any) -> None:
@@ -73,7 +90,14 @@ def apply_rates(schedule: Any) -> None:
 
 
 def _position(schedule: Any) -> int:
-    return int(getattr(schedule, "last_epoch", 0))
+    """Calls of its `step`."""
+    if hasattr(schedule, "last_epoch"):
+        return int(schedule.last_epoch)
+    return max(map(_position, getattr(schedule, "_schedulers", ())), default=0)
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if _is_plain(value)}
 
 
 def _is_plain(value: Any) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.optim import lr_scheduler
 
 from rayzero.engine.data.sampling import TrainingProgress
 from rayzero.engine.errors import CollectiveError
@@ -23,7 +26,7 @@ class Job:
         self.progress = TrainingProgress(step=step)
         self.assignment = SimpleNamespace(generation=3, survivors_stay=survivors_stay)
         self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+        self.schedule = lr_scheduler.ExponentialLR(self.optimizer, 0.5)
         self.loop = SimpleNamespace(yields_again=True)
         session: Any = SimpleNamespace(
             assignment=self.assignment,
@@ -126,3 +129,50 @@ def test_new_members_get_a_survivors_state_once(
     assert job.followed.send(0, lambda: None) == ("state" if is_new else None)
     assert job.followed.send(0, lambda: None) is None
     assert job.followed.knows_state
+
+
+def make_schedules(kind: str) -> KeptSchedules:
+    """Those of a script, in the order in which it makes them; the one that it steps is last."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    made = KeptSchedules()
+    if kind == "exponential":
+        made.append(lr_scheduler.ExponentialLR(optimizer, 0.9))
+    elif kind == "plateau":
+        made.append(lr_scheduler.ReduceLROnPlateau(optimizer, patience=2))
+    elif kind == "sequential":
+        made.append(lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5))
+        made.append(lr_scheduler.CosineAnnealingLR(optimizer, 20))
+        made.append(lr_scheduler.SequentialLR(optimizer, [*made], [5]))
+    else:
+        made.append(lr_scheduler.ConstantLR(optimizer, 0.1, total_iters=4))
+        made.append(lr_scheduler.ExponentialLR(optimizer, 0.9))
+        made.append(lr_scheduler.ChainedScheduler([*made], optimizer))
+    return made
+
+
+def rates_of(made: KeptSchedules, steps: Iterable[int], *value: float) -> Iterator[Any]:
+    """Steps as a script does: after the engine, whose state has the schedules before that."""
+    for step in steps:
+        made[-1].optimizer.step()
+        inside = made.plain_states()
+        made[-1].step(*value)
+        made.keep(step)
+        yield made[-1].optimizer.param_groups[0]["lr"], inside
+
+
+@pytest.mark.parametrize("kind", ["exponential", "sequential", "chained"])
+@pytest.mark.parametrize("last", [3, 4, 5, 6, 9])
+def test_schedules_of_a_script_that_is_run_again_are_where_they_were(kind: str, last: int) -> None:
+    run = [*rates_of(make_schedules(kind), range(1, 13))]
+    again = make_schedules(kind)
+    again.catch_up(json.loads(json.dumps(run[last - 1][1])))
+    rates = [rate for rate, _ in rates_of(again, range(last + 1, 13))]
+    assert rates == pytest.approx([rate for rate, _ in run[last:]], rel=1e-12)
+
+
+def test_values_that_no_checkpoint_has_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    *_, (_, inside) = rates_of(make_schedules("plateau"), range(1, 4), 1.0)
+    again = make_schedules("plateau")
+    again.catch_up(inside)
+    assert again[0].last_epoch == 2
+    assert "without the last 1 of" in caplog.text
