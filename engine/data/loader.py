@@ -156,6 +156,8 @@ class StepLoader:
     def _iterate(self, steps: int | None) -> Iterator[Any]:
         """Owns the prefetch thread: leaving this generator in any way closes it."""
         self._close_iteration()
+        if self._is_training_thread and not self.progress.script_lag:
+            self.progress.reach_place()
         iteration, cursor, done = self._micro_batches.begin_iteration()
         steps = self._steps_to_epoch_end(cursor) if steps is None else steps
         end = cursor + steps * self.progress.global_batch

@@ -17,7 +17,7 @@ so no size has to be divisible by another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import isclose
@@ -221,6 +221,16 @@ class TrainingProgress:
     # not come to yet: 0 at the end of an epoch where the state is; None: its place is not known.
     script_lag: int | None = None
     data_wait_s: float = 0.0  # total seconds that the training loop waited for loaders
+    # Sets the random states of the restored step, until a step is finished.
+    restore_rng: Callable[[], None] | None = None
+
+    def reach_place(self) -> None:
+        """The loop is where the state is. A script that was run again may have drawn random numbers
+        on its way there, as in the evaluations of finished epochs: its random states are those of
+        the step again."""
+        restore_rng, self.restore_rng = self.restore_rng, None
+        if restore_rng is not None:
+            restore_rng()
 
     def ask_place(self) -> None:
         """The script takes its place in the data itself."""
@@ -232,6 +242,7 @@ class TrainingProgress:
         self.skipped_steps += not finite
         self.bad_samples += bad
         self.micro_step = self.bad_in_step = 0
+        self.restore_rng = None
         self.step += 1
         self.sample_cursor += samples
 

@@ -325,6 +325,10 @@ class TrainingState:
                     metadata.restore_rng(rng, self.device.torch_device)
                 else:
                     metadata.fork_rng(rng, rank, self.device.torch_device)
+            device = self.device.torch_device
+            self.progress.restore_rng = partial(
+                metadata.restore_rng, metadata.capture_rng(device), device
+            )
 
     def sync_model_weights(self) -> None:
         """Update model weights from the loaded main weights; then the caller's values. Collective.

@@ -49,8 +49,10 @@ def _read_config(engine: Any) -> DeepSpeedConfig:
 
 
 def _asked(engine: Any) -> Any:
-    """The progress, of which the place in the loop is known."""
-    engine.progress.ask_place()
+    """The progress. A script that reads it between two steps may skip what was used."""
+    step = engine.internals
+    if not (step.runtime.collectives.in_step or step.tracker.has_gradients):
+        engine.progress.ask_place()
     return engine.progress
 
 

@@ -21,7 +21,7 @@ from rayzero.huggingface.scripted_steps import ScriptedSteps, SeveralSteps
 from rayzero.workers.launch.adapters import Original, wrap
 from rayzero.workers.launch.followed_loop import FollowedLoop, present_ranks
 from rayzero.workers.launch.kept_schedules import KeptSchedules
-from rayzero.workers.launch.read_batches import advance_sampler
+from rayzero.workers.launch.read_batches import keep_seed, leave_out_epoch
 from rayzero.workers.session import JobSession
 
 _wrapped = set[type]()
@@ -90,8 +90,9 @@ class Place:
         self.missed_steps -= done
         engine.progress.script_lag = self.missed_steps if done == steps else None
         if done == steps:  # a sampler's generator advances from epoch to epoch
-            advance_sampler(loader)
-            loader.iteration += 1
+            leave_out(loader)
+            if not self.missed_steps:
+                engine.progress.reach_place()
             return
         order = _agree_on_order(loader) if session.loop.yields_again else None
         loop = FollowedLoop(session, engine, self.schedules)
@@ -99,6 +100,7 @@ class Place:
         batches = begin(loader)
         if done:
             behind = skipped + done * self._step_batches
+            engine.progress.reach_place()
             batches = self._rest(loader, engine, behind, agreed=False)
         while True:
             for number, batch in enumerate(batches, 1):
@@ -137,6 +139,7 @@ class Place:
             if read > missed:
                 self.missed_steps = 0
                 engine.progress.script_lag = None
+                engine.progress.reach_place()
                 yield batch
         if missed and read <= missed:
             self.missed_steps -= min(self.missed_steps, self._steps(read))
@@ -232,16 +235,27 @@ def _agree_on_order(loader: Any) -> Any:
     return generator.get_state()
 
 
+def leave_out(loader: Any) -> None:
+    """Leaves out an epoch, which the job has trained on."""
+    loader.iteration += 1
+    leave_out_epoch(loader, loader.iteration)
+    if loader.persistent_workers:
+        keep_seed(loader.base_dataloader)
+
+
 def read_behind(
     loader: Any, batches: int, epoch: int, engine: Engine, *, agreed: bool
 ) -> Iterator[Any]:
     """Iterates over an epoch's batches, but for the first `batches`. A new iteration draws a seed
-    for its workers, which the epoch has drawn before if it had begun: random states stay.
+    for its workers, which the epoch has drawn before if it had begun: random states stay, and so
+    does the generator of a loader whose workers persist.
 
     `agreed`: the ranks have agreed on the sampler's generator before.
     """
     rest = import_module("accelerate").skip_first_batches.__wrapped__(loader, batches)
     rest.iteration = epoch
+    if epoch and loader.persistent_workers:
+        keep_seed(rest.base_dataloader)
     if agreed:
         rest.rng_types = None
     rng = capture_rng(engine.device) if batches else None

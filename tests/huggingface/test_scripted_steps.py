@@ -4,16 +4,20 @@ torch; and what is refused."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
+import accelerate
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import rayzero
 from rayzero.engine.errors import ConfigError
+from rayzero.huggingface.accelerated_loop import leave_out, read_behind
 from rayzero.huggingface.scripted_steps import (
     ScriptedSteps,
     SeveralSteps,
@@ -144,3 +148,44 @@ def test_engine_beside_a_trainers_is_refused() -> None:
     run._session = SimpleNamespace(engines=["", "critic"])  # type: ignore[assignment]
     with pytest.raises(ConfigError, match=r"(?s)beside its Trainer's.*only evaluate"):
         run.on_step_begin()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("has_generator", [False, True])
+def test_epochs_are_read_again_in_their_order(
+    monkeypatch: pytest.MonkeyPatch, persistent: bool, has_generator: bool
+) -> None:
+    """By a survivor, and by a new worker that has left out the epochs before; Accelerate's own
+    iteration is the oracle."""
+    wrapped = wraps(skip := accelerate.skip_first_batches)(lambda *args: skip(*args))
+    monkeypatch.setattr(accelerate, "skip_first_batches", wrapped)
+    engine: Any = SimpleNamespace(device=torch.device("cpu"))
+
+    def make_loader() -> Any:
+        torch.manual_seed(3)
+        options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
+        if has_generator:
+            options["generator"] = torch.Generator().manual_seed(5)
+        loader: Any = DataLoader(
+            range(32),  # type: ignore[arg-type]
+            batch_size=4,
+            shuffle=True,
+            persistent_workers=persistent,
+            **options,
+        )
+        return prepare_data_loader(loader, num_processes=2, process_index=1, rng_types=None)
+
+    def read(loader: Any) -> list[list[int]]:
+        return [batch.tolist() for batch in loader]
+
+    survivor, new = make_loader(), make_loader()
+    read(survivor)
+    order = survivor.synchronized_generator.get_state()
+    batches = read(survivor)
+    survivor.synchronized_generator.set_state(order)
+    leave_out(new)
+    for loader in (survivor, new):
+        assert read(read_behind(loader, 1, 1, engine, agreed=True)) == batches[1:]
+    begins = make_loader()
+    leave_out(begins)
+    assert read(begins) == batches

@@ -10,6 +10,7 @@ ranks is the same.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -30,16 +31,25 @@ from rayzero.workers.launch.followed_loop import FollowedLoop, present_ranks
 from rayzero.workers.launch.kept_schedules import KeptSchedules
 from rayzero.workers.launch.read_batches import (
     Batch,
-    advance_sampler,
     check_ranks,
     cut_for,
     has_constant_batches,
     is_cut_by_sampler,
     iterate_behind,
+    keep_seed,
+    leave_out_epoch,
     random_state_of,
 )
 from rayzero.workers.session import JobSession
 
+log = logging.getLogger("rayzero.workers")
+
+_ASKS = (
+    "the script reads engine.global_steps, or a checkpoint, before its first step: after a fault it"
+    " is run again, with its DataLoaders at their beginnings, and must find its place by these. If"
+    " it does not, as where it prints the step only, read that after the first step: DataLoaders"
+    " then continue by themselves"
+)
 _STATE = "rayzero.own_loader"
 _END = object()
 
@@ -81,8 +91,7 @@ class OwnLoaders:
         number = str(self._readings.index(reading))
         epoch, batches, rng = self._found.get("places", {}).get(number, (0, 0, None))
         if reading.epochs < epoch:
-            with random_state_of(torch.get_rng_state()):
-                advance_sampler(loader)
+            leave_out_epoch(loader, reading.epochs)
             engine.progress.script_lag = epoch - reading.epochs
             return iter(())
         engine.progress.script_lag = None
@@ -91,8 +100,11 @@ class OwnLoaders:
             return reading
         reading.rng, reading.batches = rng, self._own_batches(engine, batches)
         with random_state_of(rng):
+            if epoch > 1 and loader.persistent_workers:
+                keep_seed(loader)
             rest = iterate_behind(loader, reading.batches, begin)
-            first = next(rest, _END)
+        engine.progress.reach_place()
+        first = next(rest, _END)
         if first is _END:  # what follows the epoch is due only if nobody has done it
             engine.progress.script_lag = int(self._session.assignment.survivors_stay)
             return iter(())
@@ -130,6 +142,8 @@ class OwnLoaders:
         asked = engine.progress.place_asked_at
         if asked is not None and asked <= self._first_step and not self._found:
             self._give_up()
+            if engine.rank == 0:
+                log.warning(_ASKS)
             return
         loop = self.loop or self._begin_to_follow(engine)
         self._follow_step(loop, engine)

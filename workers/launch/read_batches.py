@@ -54,22 +54,33 @@ class Batch:
         return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
-def advance_sampler(loader: Any) -> None:
-    """Leaves out an epoch: a sampler's generator advances once an epoch."""
-    for _ in loader.batch_sampler or ():
-        pass
+def leave_out_epoch(loader: Any, epoch: int) -> None:
+    """Draws what an epoch, counted from 1, draws from the generators of a loader and its sampler;
+    torch's global one stays as it is."""
+    with torch.random.fork_rng(devices=[]):
+        if epoch == 1 or not loader.persistent_workers:
+            _draw_seed(loader)
+        for _ in loader.batch_sampler or ():
+            pass
+
+
+def keep_seed(loader: Any) -> None:
+    """Has a loader whose workers persist draw their seed from a copy of its generator: another
+    process, which began an earlier epoch, has drawn it."""
+    given = loader.generator
+    state = torch.get_rng_state() if given is None else given.get_state()
+    loader.generator = torch.Generator().set_state(state)
 
 
 def iterate_behind(loader: Any, batches: int, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
     """An iteration without the first `batches`, which are not loaded if a sampler orders them.
-    Workers that persist draw their seed once for all epochs, so that the loader itself begins."""
+    Workers that persist are begun by the loader itself."""
     if loader.batch_sampler is None or loader.persistent_workers:
         rest = begin()
         for _ in islice(rest, batches):
             pass
         return rest
-    # A DataLoader draws the seed of its workers before its sampler draws its own.
-    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    _draw_seed(loader)
     order = iter(loader.batch_sampler)
     for _ in islice(order, batches):
         pass
@@ -80,6 +91,12 @@ def iterate_behind(loader: Any, batches: int, begin: Callable[[], Iterator[Any]]
     plain: Any = DataLoader.__iter__
     iteration: Iterator[Any] = plain.__wrapped__(shorter)  # which is not followed
     return iteration
+
+
+def _draw_seed(loader: Any) -> None:
+    """Draws the seed of a DataLoader's workers, before its sampler draws its own: in each epoch,
+    or once if the workers persist."""
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 
 @contextmanager

@@ -34,6 +34,18 @@ def read_ahead(batches: Iterator[Any]) -> Iterator[Any]:
     yield batch
 
 
+def evaluate(engine: Any, data: Rows) -> float:
+    """Draws random numbers, as each iteration of a DataLoader does."""
+    total = torch.zeros(1, dtype=torch.float64)
+    engine.eval()
+    with torch.no_grad():
+        for rows, _ in DataLoader(data, batch_size=len(data)):
+            total += engine(rows).sum()
+    engine.train()
+    dist.all_reduce(total)
+    return total.item()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
@@ -100,7 +112,9 @@ def main() -> None:
                 time.sleep(args.pace_s)
             if args.habit == "changes":
                 rows.mul_(2)
-            loss = (engine(rows) - rows.sum()).pow(2).mean()
+            noise = args.dropout * torch.randn_like(rows) / 32
+            loss = (engine(rows + noise) - rows.sum()).pow(2).mean()
+            note(args.out, "losses", [engine.global_steps, loss.item()])
             if [rank, step] == args.kill:
                 kill_once(args.out)
             engine.backward(loss)
@@ -112,6 +126,7 @@ def main() -> None:
                 note(args.out, "rates", [engine.progress.step, optimizer.param_groups[0]["lr"]])
             elif ends_step:
                 note(args.out, "lost", time.time())
+        evaluate(engine, rows_of_all)
         if args.save:
             engine.save_checkpoint(str(args.out / "saved"), tag=f"epoch{epoch}")
             if rank == 0:
