@@ -245,6 +245,7 @@ class Link:
         self._kept: deque[Frame] = deque()
         self._sent = 0
         self._received = 0
+        self._told = 0  # the newest that was acknowledged
         self._write: Callable[[bytes], object] | None = None
 
     @property
@@ -279,6 +280,11 @@ class Link:
         self._confirmed = number
         self.signal(FrameKind.BEAT)
 
+    def acknowledge(self) -> None:
+        """Acknowledges what was received, unless a frame has since."""
+        if self._received > self._told:
+            self.signal(FrameKind.BEAT)
+
     def signal(self, kind: FrameKind) -> None:
         """Sends a frame over this connection, if there is one, which acknowledges."""
         if self._write is not None:
@@ -302,7 +308,7 @@ class Link:
 
     def restart(self) -> None:
         """Another end takes the place of the one before: its numbers begin with 1."""
-        self._received = 0
+        self._received = self._told = 0
 
     def drop(self, kind: FrameKind) -> None:
         """Forgets frames that are not for the other end any more."""
@@ -327,5 +333,5 @@ class Link:
             self._write(self._header(kind, number, payload) + payload)
 
     def _header(self, kind: FrameKind, number: int, payload: bytes) -> bytes:
-        received = self._confirmed if self._relays else self._received
-        return _HEADER.pack(kind, number, received, len(payload))
+        self._told = self._confirmed if self._relays else self._received
+        return _HEADER.pack(kind, number, self._told, len(payload))
