@@ -98,12 +98,42 @@ def combine(workers: Sequence[int], reports: Sequence[StepReport]) -> StepRows:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Heartbeats:
-    """Heartbeats of some workers that came together, each with its worker's index."""
+    """Heartbeats of some workers that came together: columns, as of `StepRows`."""
 
     workers: tuple[int, ...]
-    messages: tuple[Heartbeat, ...]
+    ranks: tuple[int, ...]
+    steps: tuple[int, ...]
+    phases: tuple[str, ...]
+    silent_s: tuple[float, ...]
+    collectives: tuple[int, ...]
+    waiting: tuple[bool, ...]
+
+    @cached_property
+    def longest_silent_s(self) -> float:
+        return max(self.silent_s)
+
+    def row(self, row: int) -> Heartbeat:
+        """One of them."""
+        return Heartbeat(
+            self.ranks[row],
+            self.steps[row],
+            self.phases[row],
+            self.silent_s[row],
+            self.collectives[row],
+            self.waiting[row],
+        )
+
+    @property
+    def messages(self) -> list[Heartbeat]:
+        """The heartbeats, by worker."""
+        return [*map(self.row, range(len(self.workers)))]
+
+
+def combine_beats(workers: Sequence[int], beats: Sequence[Heartbeat]) -> Heartbeats:
+    """One record of some workers' heartbeats."""
+    return Heartbeats(tuple(workers), *zip(*beats, strict=True))
 
 
 @dataclass(frozen=True)

@@ -665,7 +665,7 @@ class FakeCluster:
         process = self.processes[worker]
         rank = process.assign.rank if process.assign else 0
         heartbeat = Heartbeat(rank, process.step + 1, "forward", 0.0)
-        self.send(worker, replace(heartbeat, **values))
+        self.send(worker, heartbeat._replace(**values))
 
     async def delay(self, command: str) -> None:
         for _ in range(1 + self.delays.get(command, 0)):
