@@ -158,7 +158,7 @@ async def _in_turn(workers: list[_Worker]) -> AsyncIterator[_Worker]:
 async def _beat(link: Link) -> None:
     while True:
         await asyncio.sleep(BEAT_S)
-        link.signal(FrameKind.BEAT)
+        link.beat_with_next()
 
 
 def run(scale: Scale, pipe: Connection, seed: int) -> None:

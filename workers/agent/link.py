@@ -246,6 +246,7 @@ class Link:
         self._sent = 0
         self._received = 0
         self._told = 0  # the newest that was acknowledged
+        self._beat_is_due = False
         self._write: Callable[[bytes], object] | None = None
 
     @property
@@ -278,17 +279,24 @@ class Link:
     def confirm(self, number: int) -> None:
         """Acknowledges what was received, up to that number."""
         self._confirmed = number
-        self.signal(FrameKind.BEAT)
+        self.beat()
 
     def acknowledge(self) -> None:
         """Acknowledges what was received, unless a frame has since."""
         if self._received > self._told:
-            self.signal(FrameKind.BEAT)
+            self.beat()
 
-    def signal(self, kind: FrameKind) -> None:
-        """Sends a frame over this connection, if there is one, which acknowledges."""
+    def beat(self) -> None:
+        """Sends a beat over this connection, if there is one."""
         if self._write is not None:
-            self._write(self.encode(kind))
+            self._write(self.encode(FrameKind.BEAT))
+
+    def beat_with_next(self) -> None:
+        """Sends a beat together with the next numbered frame, which costs the other end less; by
+        itself if there was none since the call before."""
+        if self._beat_is_due:
+            self.beat()
+        self._beat_is_due = True
 
     def encode(self, kind: FrameKind, payload: bytes = b"") -> bytes:
         """A frame that is not numbered; `open` comes after a connection's first ones."""
@@ -330,7 +338,9 @@ class Link:
 
     def _put(self, kind: FrameKind, number: int, payload: bytes) -> None:
         if self._write is not None:
-            self._write(self._header(kind, number, payload) + payload)
+            beat = self.encode(FrameKind.BEAT) if self._beat_is_due else b""
+            self._beat_is_due = False
+            self._write(beat + self._header(kind, number, payload) + payload)
 
     def _header(self, kind: FrameKind, number: int, payload: bytes) -> bytes:
         self._told = self._confirmed if self._relays else self._received

@@ -418,3 +418,16 @@ def test_acknowledged_frames_are_forgotten():
     assert (link.kept, len(sent)) == (2, 2)
     link.open(sent.append, 3)
     assert link.kept == 0
+
+
+def test_beat_goes_with_the_next_frame_or_alone_before_another_one():
+    link, written = Link(), list[bytes]()
+    link.open(written.append, 0)
+    link.beat_with_next()
+    assert not written
+    link.send(FrameKind.MESSAGES, b"1")
+    link.send(FrameKind.MESSAGES, b"2")
+    link.beat_with_next()
+    link.beat_with_next()
+    alone, frame = Link().encode(FrameKind.BEAT), len(written[1])
+    assert written == [alone + written[0][-frame:], written[1], alone]
