@@ -176,7 +176,7 @@ class WorkerInbox:
         """Whether one of them may have made no progress for longer: a cheap test before the hang
         policy's thorough one, and nearly always cheaper still."""
         now_s, records = self._loop.now_s(), {*self._heartbeats.values()}
-        longest_s = max((it.longest_silent_s for it in records), default=0.0)
+        longest_s = max((max(it.silent_s) for it in records), default=0.0)
         if now_s - min(self._last_heard_s.values(), default=now_s) + longest_s <= limit_s:
             return False
         known = map(self.last_heartbeat, workers)

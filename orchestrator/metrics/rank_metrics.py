@@ -116,8 +116,8 @@ class RankMetricsTable:
         return RankMetrics(report, beat, node, self.exposed_comm_s[rank], self.data_wait_s[rank])
 
     def on_rows(self, rows: StepRows) -> None:
-        last = {rank: self.reports[rank] for rank in rows.ranks if rank in self.reports}
-        gone = {rank: its for rank, its in last.items() if its.generation != rows.generation}
+        last = ((rank, self.reports.get(rank, rows)) for rank in rows.ranks)
+        gone = {rank: its for rank, its in last if its.generation != rows.generation}
         _add_traffic(gone, self.departed_traffic)
         self.reports.update(dict.fromkeys(rows.ranks, rows))
         for name, totals_s in (
