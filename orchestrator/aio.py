@@ -34,6 +34,8 @@ class ChangeNotifier:
     def notify(self) -> None:
         """Wakes the waiters in the next turn of the event loop: once, however many changes this
         turn makes."""
+        if not self._waiters:
+            return
         waiters, self._waiters = self._waiters, set()
         for waiter in waiters:
             if not waiter.done():

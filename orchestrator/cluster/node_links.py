@@ -102,8 +102,8 @@ class WorkerMail:
 
     def deliver(self, batch: NodeBatch) -> None:
         known = self._numbers
-        new = {it for it in batch.combined if it[1] > known.get(it[0], 0)}
-        known |= sorted(new)
+        new = [it for it in batch.combined if it[1] > known.get(it[0], 0)]
+        known |= new  # those of each worker are in order
         for record, numbers in batch.records:
             receive, *others = {*map(self._subscribers.get, record.workers)}
             if receive is not None and not others and len(new) == len(batch.combined):

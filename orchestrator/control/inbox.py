@@ -111,8 +111,10 @@ class WorkerInbox:
         """Forgets the heartbeats of the generation before."""
         self._heartbeats.clear()
         self.history.start_generation()
-        members, now_s = self._members.registry.members, self._loop.now_s()
-        self._last_heard_s |= dict.fromkeys(members, now_s)
+        watched = (
+            self._last_heard_s.keys() & self._members.registry.members
+        )  # not those lost by now
+        self._last_heard_s |= dict.fromkeys(watched, self._loop.now_s())
 
     def deliver(self, worker: int) -> None:
         """Delivers the messages of one worker received so far."""
