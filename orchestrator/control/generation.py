@@ -137,7 +137,8 @@ class GenerationState(ObservedState):
         if not self._concerns(worker, message):
             return False
         self.joined.add(worker)
-        self._changed()
+        if self.all_joined:
+            self._changed()
         return self.all_joined
 
     def on_restored(self, worker: int, message: Restored, at_s: float) -> bool:
@@ -146,7 +147,8 @@ class GenerationState(ObservedState):
             return False
         self.restored[worker] = at_s
         self.advance_to(message.step + 1)
-        self._changed()
+        if self.all_restored:
+            self._changed()
         return self.all_restored
 
     def on_left(self, worker: int, message: Finished | Stopped | Crashed, at_s: float) -> bool:

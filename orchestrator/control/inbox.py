@@ -111,9 +111,8 @@ class WorkerInbox:
         """Forgets the heartbeats of the generation before."""
         self._heartbeats.clear()
         self.history.start_generation()
-        watched = (
-            self._last_heard_s.keys() & self._members.registry.members
-        )  # not those lost by now
+        # Without those lost by now, of which nothing more is heard.
+        watched = self._last_heard_s.keys() & self._members.registry.members
         self._last_heard_s |= dict.fromkeys(watched, self._loop.now_s())
 
     def deliver(self, worker: int) -> None:

@@ -118,7 +118,8 @@ class RankMetricsTable:
     def on_rows(self, rows: StepRows) -> None:
         last = ((rank, self.reports.get(rank, rows)) for rank in rows.ranks)
         gone = {rank: its for rank, its in last if its.generation != rows.generation}
-        _add_traffic(gone, self.departed_traffic)
+        if gone:
+            _add_traffic(gone, self.departed_traffic)
         self.reports.update(dict.fromkeys(rows.ranks, rows))
         for name, totals_s in (
             ("exposed_comm_s", self.exposed_comm_s),
