@@ -110,14 +110,14 @@ class WorkerCommand(NamedTuple):
         number: grows with each command of that controller.
         in_order: it runs after those before it; else it may run concurrently with all others.
         call: as of `pack_call`.
-        own: further arguments, of this worker alone; pickled.
+        own: further arguments, of this worker alone.
     """
 
     controller: Attach
     number: int
     in_order: bool
     call: bytes
-    own: bytes
+    own: tuple[Any, ...]
 
 
 class NodeCommand(NamedTuple):
@@ -126,7 +126,7 @@ class NodeCommand(NamedTuple):
     number: int
     in_order: bool
     call: bytes
-    own: Mapping[int, bytes]
+    own: Mapping[int, tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
