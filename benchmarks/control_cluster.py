@@ -158,7 +158,7 @@ async def _in_turn(workers: list[_Worker]) -> AsyncIterator[_Worker]:
 async def _beat(link: Link) -> None:
     while True:
         await asyncio.sleep(BEAT_S)
-        link.signal(FrameKind.BEAT)
+        link.beat_with_next()
 
 
 def run(scale: Scale, pipe: Connection, seed: int) -> None:
@@ -196,7 +196,7 @@ class _Cluster:
         for index, own in command.own.items():
             worker = self._workers[index]
             if worker.alive:
-                result = getattr(self, f"_on_{method}")(worker, *arguments, *pickle.loads(own))
+                result = getattr(self, f"_on_{method}")(worker, *arguments, *own)
                 reply = pickle.dumps((None, result))
                 answer = pickle.dumps((CONTROLLER.controller, command.number, reply))
                 self._send_frame(worker, FrameKind.ANSWER, answer)

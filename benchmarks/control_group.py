@@ -117,9 +117,9 @@ class SimulatedGroup:
     async def receive(self) -> WorkerReports:
         return await self._watch.receive()
 
-    async def events(self, node: str) -> list[ConnectionLost]:
+    async def events(self, node: str, limit_s: float) -> list[ConnectionLost]:
         faults: list[ConnectionLost] = []
-        for event in await self._links[node].events():
+        for event in await self._links[node].events(limit_s):
             if isinstance(event, WorkerInfo):
                 self._nodes[event.index] = event.node_id
                 self._started.put_nowait(event)

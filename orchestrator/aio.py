@@ -30,17 +30,12 @@ class ChangeNotifier:
 
     def __init__(self) -> None:
         self._waiters: set[asyncio.Future[None]] = set()
-        self._scheduled = False
 
     def notify(self) -> None:
         """Wakes the waiters in the next turn of the event loop: once, however many changes this
         turn makes."""
-        if self._waiters and not self._scheduled:
-            self._scheduled = True
-            next(iter(self._waiters)).get_loop().call_soon(self._wake)
-
-    def _wake(self) -> None:
-        self._scheduled = False
+        if not self._waiters:
+            return
         waiters, self._waiters = self._waiters, set()
         for waiter in waiters:
             if not waiter.done():

@@ -145,7 +145,7 @@ class _OpenStep:
     def add(self, rows: StepRows) -> int:
         """Returns the number of ranks that have finished it; each counts once."""
         numbers: Sequence[float] = rows.numbers
-        counters, width = rows.counters, len(rows.names)
+        counters, width = rows.counters, len(rows.positions)
         if not self.ranks.isdisjoint(rows.ranks):
             new = [row for row, rank in enumerate(rows.ranks) if rank not in self.ranks]
             numbers = [it for row in new for it in numbers[row * width : (row + 1) * width]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from rayzero.workers.chaos.spec import FaultFired, FaultSpec
 from rayzero.workers.rollouts.address import BufferAddress
@@ -225,8 +225,7 @@ class StepReport(RankMessage):
     at_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Heartbeat:
+class Heartbeat(NamedTuple):
     """The progress of the training thread.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ class StepRows:
     for each worker. Made where reports come together, so that a controller handles one object.
 
     Args:
-        names: of the gauges, in the order of a report's.
+        packed_names: of the gauges, in the order of a report's; pickled, since they are nearly
+            always those of the record before.
         values: the gauges of the first report, of the second... as float64 of this machine.
     """
 
@@ -25,7 +27,7 @@ class StepRows:
     step: int
     workers: tuple[int, ...]
     ranks: tuple[int, ...]
-    names: tuple[str, ...]
+    packed_names: bytes = field(repr=False)
     values: bytes = field(repr=False)
     counters: tuple[dict[str, float], ...]
     at_s: tuple[float, ...]
@@ -38,13 +40,17 @@ class StepRows:
     @cached_property
     def positions(self) -> dict[str, int]:
         """Where in each report's gauges a name is."""
-        return _positions(self.names)
+        return _positions(self.packed_names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.positions)
 
     def column(self, name: str, default: float = 0.0) -> Sequence[float]:
         """The gauge of each report; `default` if they do not have it."""
         if (position := self.positions.get(name)) is None:
             return [default] * len(self.workers)
-        return self.numbers[position :: len(self.names)]
+        return self.numbers[position :: len(self.positions)]
 
     @cached_property
     def own_s(self) -> list[float]:
@@ -55,11 +61,11 @@ class StepRows:
     def gauge(self, row: int, name: str) -> float | None:
         """A gauge of one report; None if it does not have it."""
         position = self.positions.get(name)
-        return None if position is None else self.numbers[row * len(self.names) + position]
+        return None if position is None else self.numbers[row * len(self.positions) + position]
 
     def gauges(self, row: int) -> dict[str, float]:
         """All gauges of one report."""
-        width = len(self.names)
+        width = len(self.positions)
         numbers = self.numbers[row * width : (row + 1) * width]
         return dict(zip(self.positions, numbers, strict=True))
 
@@ -75,9 +81,9 @@ class StepRows:
 
 
 @lru_cache(maxsize=64)
-def _positions(names: tuple[str, ...]) -> dict[str, int]:
+def _positions(packed_names: bytes) -> dict[str, int]:
     """The same for all reports with these names: thousands of them share their names."""
-    return {name: position for position, name in enumerate(names)}
+    return {name: position for position, name in enumerate(pickle.loads(packed_names))}
 
 
 def combine(workers: Sequence[int], reports: Sequence[StepReport]) -> StepRows:
@@ -91,19 +97,45 @@ def combine(workers: Sequence[int], reports: Sequence[StepReport]) -> StepRows:
         first.step,
         tuple(workers),
         tuple(report.rank for report in reports),
-        tuple(first.gauges),
+        pickle.dumps(tuple(first.gauges), pickle.HIGHEST_PROTOCOL),
         values.tobytes(),
         tuple(report.counters for report in reports),
         tuple(report.at_s for report in reports),
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Heartbeats:
-    """Heartbeats of some workers that came together, each with its worker's index."""
+    """Heartbeats of some workers that came together: columns, as of `StepRows`."""
 
     workers: tuple[int, ...]
-    messages: tuple[Heartbeat, ...]
+    ranks: tuple[int, ...]
+    steps: tuple[int, ...]
+    phases: tuple[str, ...]
+    silent_s: tuple[float, ...]
+    collectives: tuple[int, ...]
+    waiting: tuple[bool, ...]
+
+    def row(self, row: int) -> Heartbeat:
+        """One of them."""
+        return Heartbeat(
+            self.ranks[row],
+            self.steps[row],
+            self.phases[row],
+            self.silent_s[row],
+            self.collectives[row],
+            self.waiting[row],
+        )
+
+    @property
+    def messages(self) -> list[Heartbeat]:
+        """The heartbeats, by worker."""
+        return [*map(self.row, range(len(self.workers)))]
+
+
+def combine_beats(workers: Sequence[int], beats: Sequence[Heartbeat]) -> Heartbeats:
+    """One record of some workers' heartbeats."""
+    return Heartbeats(tuple(workers), *zip(*beats, strict=True))
 
 
 @dataclass(frozen=True)

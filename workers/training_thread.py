@@ -86,23 +86,23 @@ class ProgressRecord:
         return self._state[0].phase
 
     def enter_phase(self, phase: str) -> None:
-        self._state = replace(self._state[0], phase=phase, waiting=False), self._clock()
+        self._state = self._state[0]._replace(phase=phase, waiting=False), self._clock()
 
     def renew(self) -> None:
         """A sign of life within a phase."""
         self._state = self._state[0], self._clock()
 
     def begin_step(self, step: int) -> None:
-        self._state = replace(self._state[0], step=step, waiting=False), self._clock()
+        self._state = self._state[0]._replace(step=step, waiting=False), self._clock()
 
     def set_waiting(self, collective: int, waiting: bool) -> None:
         """A wait for other ranks starts or ends."""
-        heartbeat = replace(self._state[0], collective=collective, waiting=waiting)
+        heartbeat = self._state[0]._replace(collective=collective, waiting=waiting)
         self._state = heartbeat, self._clock()
 
     def heartbeat(self) -> Heartbeat:
         heartbeat, at_s = self._state
-        return replace(heartbeat, silent_s=self._clock() - at_s)
+        return heartbeat._replace(silent_s=self._clock() - at_s)
 
 
 class GenerationChannel:
@@ -280,7 +280,7 @@ class TrainingThread:
             return beat
         frame = current_frames().get(ident)
         module = str(frame.f_globals.get("__name__", "")) if frame else ""
-        return replace(beat, waiting=module.startswith(_WAITS_FOR_RANKS))
+        return beat._replace(waiting=module.startswith(_WAITS_FOR_RANKS))
 
     def _run(self, channel: GenerationChannel, body: Callable[[], WorkerMessage]) -> None:
         try:

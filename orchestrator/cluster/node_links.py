@@ -11,7 +11,6 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -33,16 +32,15 @@ from rayzero.workers.messages import WorkerMessage
 from rayzero.workers.step_rows import ReceivedMessage
 
 SILENT_S = 3.0
-"""A connection over which no frame has come for three beats, or that takes as long to be made, is
-made anew, which loses nothing; after twice as long each time."""
-SILENT_BEATS = 3
+"""A connection over which no frame has come for so long, which is three beats, or that takes as
+long to be made, is made anew, which loses nothing; after twice as long each time."""
 RETRY_S = 0.2
 """Pause before a connection is made again."""
-ACKNOWLEDGE_S = 0.5
+TICK_S = 0.5
 """How long acknowledgements of small frames are collected. A worker keeps what is not acknowledged,
-and waits with more after 64 frames."""
+and waits with more after 64 frames. And the precision of silences."""
 READ_SLICE_S = 0.0003
-"""How long messages are read before other tasks get a turn."""
+"""How long messages are read, or acknowledged, before other tasks get a turn."""
 _LARGE_BYTES = 64 * 1024
 _MAX_EARLY_FRAMES = 256
 CAUSE_WAIT_S = 1.0
@@ -59,6 +57,8 @@ class WorkerMail:
     come once each: an agent's successor may send again what the agent has sent."""
 
     def __init__(self) -> None:
+        self.timer = LinkTimer()
+        """Of the streams of all nodes."""
         self._numbers: dict[int, int] = {}  # of the newest frame, by worker
         self._subscribers: dict[int, MailReceiver | None] = {}
         self._early: dict[int, deque[bytes]] = {}
@@ -102,8 +102,8 @@ class WorkerMail:
 
     def deliver(self, batch: NodeBatch) -> None:
         known = self._numbers
-        new = {it for it in batch.combined if it[1] > known.get(it[0], 0)}
-        known |= sorted(new)
+        new = [it for it in batch.combined if it[1] > known.get(it[0], 0)]
+        known |= new  # those of each worker are in order
         for record, numbers in batch.records:
             receive, *others = {*map(self._subscribers.get, record.workers)}
             if receive is not None and not others and len(new) == len(batch.combined):
@@ -129,34 +129,58 @@ class WorkerMail:
             receive(worker, messages if isinstance(messages, list) else pickle.loads(messages))
 
 
-class SilenceWatch:
-    """Calls `on_silent` once `SILENT_BEATS` periods in a row have ended without `heard`. However
-    long the event loop was busy, it is one period: what came meanwhile is read in the next.
+class LinkTimer:
+    """Calls `on_tick` of the streams of all nodes about every `TICK_S`: a timer for each costs more
+    than what it does. However long the event loop was busy, it is one tick: what came meanwhile is
+    read before the next."""
+
+    def __init__(self) -> None:
+        self._links: dict[NodeLink, None] = {}
+        self._timer: asyncio.Handle | None = None
+
+    def add(self, link: NodeLink) -> None:
+        self._links[link] = None
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick, [])
+
+    def remove(self, link: NodeLink) -> None:
+        del self._links[link]
+        if not self._links and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _tick(self, links: list[NodeLink]) -> None:
+        """A slice of a turn through all streams."""
+        links = links or [*self._links]
+        until_s = time.monotonic() + READ_SLICE_S
+        while links and time.monotonic() < until_s:
+            links.pop().on_tick()
+        loop = asyncio.get_running_loop()
+        delay_s = 0.0 if links else TICK_S
+        self._timer = loop.call_later(delay_s, self._tick, links)
+
+
+class Silence:
+    """Counts ticks without a sign of life.
 
     Args:
-        silent_s: all periods together.
+        limit_s: how long it may last.
     """
 
-    def __init__(self, silent_s: float, on_silent: Callable[[], None]) -> None:
-        self._period_s = silent_s / SILENT_BEATS
-        self._on_silent = on_silent
-        self._missed = -1
-        self._check()
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._ticks = 0
 
-    def heard(self) -> None:
-        """A frame has come."""
-        self._missed = 0
+    @property
+    def is_over_limit(self) -> bool:
+        return self._ticks * TICK_S > self.limit_s
 
-    def cancel(self) -> None:
-        self._timer.cancel()
+    def end(self) -> None:
+        """A sign of life has come."""
+        self._ticks = 0
 
-    def _check(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._missed += 1
-        if self._missed <= SILENT_BEATS:
-            self._timer = loop.call_later(self._period_s, self._check)
-        else:
-            self._on_silent()
+    def on_tick(self) -> None:
+        self._ticks += 1
 
 
 class NodeLink:
@@ -177,19 +201,23 @@ class NodeLink:
     ) -> None:
         self._mail = mail
         self._on_news = on_news
-        self._will_acknowledge = False
-        self._silent_s = SILENT_S
+        self._silence = Silence(SILENT_S)
+        """Of the connection."""
+        self._unserved = Silence(SILENT_S)
+        """Of the agent about its node."""
+        self._receiver: FrameReceiver | None = None  # of the connection
         self._address = address
         self._attach = attach
         self._link = Link()
         self._numbers = count(1)
         self._replies: dict[int, asyncio.Future[Any]] = {}
-        self._events: list[Any] | None = None  # since the last `events`; None: no frame has come
+        self._events: list[Any] = []  # since the last `events`
         self.hello: Hello | None = None
         """The agent's, once it obeys."""
         self._error: Exception | None = None
         self._changed = ChangeNotifier()
         self._task = asyncio.get_running_loop().create_task(self._run())
+        mail.timer.add(self)
 
     @property
     def is_connected(self) -> bool:
@@ -227,20 +255,41 @@ class NodeLink:
         """Sends a command to workers of the node, whose messages have their answers."""
         self._link.send(FrameKind.COMMAND, pickle.dumps(command, pickle.HIGHEST_PROTOCOL))
 
-    async def events(self) -> list[Any]:
-        """The events since the last call; waits until there are some, or the agent shows that it
-        serves. Raises as `call`."""
-        await self._changed.wait_until(lambda: self._events is not None or self._error is not None)
-        events, self._events = self._events or [], None
-        if not events and self._error is not None:
+    async def events(self, limit_s: float) -> list[Any]:
+        """The events since the last call; waits until there are some.
+
+        Raises as `call`, and:
+            TimeoutError: for so long, nothing has shown that the agent serves its node.
+        """
+        unserved = self._unserved
+        unserved.limit_s = limit_s
+        await self._changed.wait_until(
+            lambda: bool(self._events or self._error or unserved.is_over_limit)
+        )
+        events, self._events = self._events, []
+        if events:
+            return events
+        if self._error is not None:
             raise self._error
-        return events
+        raise TimeoutError(f"its process did not respond for {limit_s:g} s")
+
+    def on_tick(self) -> None:
+        """Sends the acknowledgement that is due, and counts silences."""
+        self._link.acknowledge()
+        self._unserved.on_tick()
+        if self._unserved.is_over_limit:
+            self._changed.notify()
+        self._silence.on_tick()
+        if self._receiver is not None and self._silence.is_over_limit:
+            self._silence.limit_s *= 2  # a long frame over a slow network takes long each time
+            self._receiver.connection_lost(None)
 
     def end(self, error: Exception) -> None:
         """Ends the stream: everything that waits for it raises `error`. Idempotent."""
         if self._error is not None:
             return
         self._error = error
+        self._mail.timer.remove(self)
         self._task.cancel()
         for reply in self._replies.values():
             if not reply.done():
@@ -265,23 +314,23 @@ class NodeLink:
         async with asyncio.timeout(SILENT_S):
             address = self._address
             _, writer = await connect(address.host, address.port, address.secret)
-        silence = SilenceWatch(self._silent_s, partial(self._end_silent, writer))
+        self._silence.end()
 
         def receive(frame: Frame) -> None:
-            silence.heard()
+            self._silence.end()
             if self._link.is_open:
                 self._receive(frame)
             else:
                 self._begin(frame, writer.write)
 
-        receiver = FrameReceiver(receive)
+        self._receiver = FrameReceiver(receive)
         try:
-            writer.transport.set_protocol(receiver)  # before the agent sends anything
+            writer.transport.set_protocol(self._receiver)  # before the agent sends anything
             writer.write(self._link.encode(FrameKind.ATTACH, pickle.dumps(self._attach)))
-            await receiver.ended
+            await self._receiver.ended
             raise EOFError("the connection has ended")
         finally:
-            silence.cancel()
+            self._receiver = None
             writer.transport.abort()
 
     def _begin(self, hello: Frame, write: Callable[[bytes], object]) -> None:
@@ -290,51 +339,35 @@ class NodeLink:
             self.end(taken_over_error(pickle.loads(hello.payload)))
             return
         self.hello = pickle.loads(hello.payload)
+        self._unserved.end()
         self._link.open(write, hello.acknowledged)
         self._changed.notify()
-
-    def _end_silent(self, writer: asyncio.StreamWriter) -> None:
-        self._silent_s *= 2  # a long frame over a slow network takes long each time
-        writer.transport.abort()
 
     def _receive(self, frame: Frame) -> None:
         if not self._link.accept(frame):
             return
         if frame.number:  # a long one, that has to be sent again, would be the first
-            self._silent_s = SILENT_S
+            self._silence.limit_s = SILENT_S
         match frame.kind:
             case FrameKind.REPLY:
                 number, error, result = pickle.loads(frame.payload)
                 self._resolve(number, error, result)
-                return
             case FrameKind.MESSAGES:
                 self._mail.put(self, frame.payload)
-                self._acknowledge(len(frame.payload))
-                return
             case FrameKind.EVENTS:
+                self._unserved.end()
                 self._mail.read(self)  # what a worker has sent comes before its end
                 events = pickle.loads(frame.payload)
                 if isinstance(events, Exception):  # that ended the agent's service
                     self.end(VaultLostError(str(events)))
                     return
                 self._on_news(events)
-                self._events = [*(self._events or ()), *events]
-        if frame.number:
-            self._acknowledge(len(frame.payload))
-        self._events = self._events or []
-        self._changed.notify()
-
-    def _acknowledge(self, nbytes: int) -> None:
-        """Lets the agent forget acknowledged frames: not for each small one."""
-        if nbytes >= _LARGE_BYTES:
-            self._link.signal(FrameKind.BEAT)
-        elif not self._will_acknowledge:
-            self._will_acknowledge = True
-            asyncio.get_running_loop().call_later(ACKNOWLEDGE_S, self._acknowledge_now)
-
-    def _acknowledge_now(self) -> None:
-        self._will_acknowledge = False
-        self._link.signal(FrameKind.BEAT)
+                self._events += events
+                self._changed.notify()
+            case FrameKind.BEAT:
+                self._unserved.end()
+        if len(frame.payload) >= _LARGE_BYTES:
+            self._link.acknowledge()
 
     def _resolve(self, number: int, error: Exception | None, result: Any) -> None:
         reply = self._replies.get(number)

@@ -185,10 +185,10 @@ class VaultGroup:
         reply: T = await self._of_link(node_id, lambda link: link.call(method.__name__, *args))
         return reply
 
-    async def events(self, node_id: str) -> list[VaultEvent]:
+    async def events(self, node_id: str, limit_s: float) -> list[VaultEvent]:
         """Returns what has happened on a node since the previous call. Waits until there is
-        something, or for a second at most while the vault serves."""
-        events: list[VaultEvent] = await self._of_link(node_id, NodeLink.events)
+        something. Raises TimeoutError if the vault has not shown for so long that it serves."""
+        events: list[VaultEvent] = await self._of_link(node_id, lambda link: link.events(limit_s))
         return events
 
     async def ask_all(self, limit_s: float) -> None:

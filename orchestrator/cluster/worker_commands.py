@@ -17,7 +17,6 @@ from rayzero.workers.agent.link import Attach, NodeCommand, pack_call
 from rayzero.workers.vault.records import ConnectionLost, VaultEvent
 
 _ENDED = "its process has ended"
-_NOTHING = pickle.dumps(())
 
 OnAnswer: TypeAlias = Callable[[Sequence[int], Exception | None, Any], None]
 """Called with workers, and their error or their result."""
@@ -44,7 +43,7 @@ class _Command:
     nodes: dict[int, str]
     in_order: bool
     call: bytes
-    own: dict[int, bytes]
+    own: Mapping[int, tuple[Any, ...]]
     on_answer: OnAnswer
 
 
@@ -73,10 +72,8 @@ class WorkerCommands:
         if lost := self._lost.intersection(nodes):
             on_answer([*lost], WorkerLostError(_ENDED), None)
         nodes = {worker: node for worker, node in nodes.items() if worker not in self._lost}
-        own = {worker: pickle.dumps(values) for worker, values in call.own.items()}
-        command = _Command(
-            nodes, call.in_order, pack_call(call.method, call.arguments), own, on_answer
-        )
+        packed = pack_call(call.method, call.arguments)
+        command = _Command(nodes, call.in_order, packed, call.own, on_answer)
         if nodes:
             self._unanswered[number] = command
         by_node: defaultdict[str, list[int]] = defaultdict(list)
@@ -168,5 +165,5 @@ class WorkerCommands:
     def _put(self, node: str, number: int, command: _Command, workers: list[int]) -> None:
         link = self._link_of(node)
         if link is not None:
-            own = {worker: command.own.get(worker, _NOTHING) for worker in workers}
+            own = {worker: command.own.get(worker, ()) for worker in workers}
             link.command(NodeCommand(number, command.in_order, command.call, own))

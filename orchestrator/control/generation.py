@@ -24,7 +24,7 @@ from rayzero.workers.messages import (
     Stopped,
     WorkerInfo,
 )
-from rayzero.workers.step_rows import Heartbeats
+from rayzero.workers.step_rows import Heartbeats, combine_beats
 from rayzero.workers.vault.records import Restore
 
 FLUSH_SLICE_S = 1.0
@@ -120,22 +120,25 @@ class GenerationState(ObservedState):
     def on_heartbeats(self, beats: Heartbeats) -> Heartbeats | None:
         """Records heartbeats. Returns those of active members, if there are any."""
         active, assignments = self.active, self.assignments
-        own = {
-            worker: beat
-            for worker, beat in zip(beats.workers, beats.messages, strict=True)
-            if worker in active and beat.rank == assignments[worker].rank
-        }
+        own = [
+            row
+            for row, (worker, rank) in enumerate(zip(beats.workers, beats.ranks, strict=True))
+            if worker in active and rank == assignments[worker].rank
+        ]
         if not own:
             return None
-        self.advance_to(max(beat.step for beat in own.values()))
-        return Heartbeats(tuple(own), tuple(own.values()))
+        if len(own) < len(beats.workers):
+            beats = combine_beats([beats.workers[row] for row in own], [*map(beats.row, own)])
+        self.advance_to(max(beats.steps))
+        return beats
 
     def on_joined(self, worker: int, message: Joined) -> bool:
         """Records a member that joined. True if it was the last one."""
         if not self._concerns(worker, message):
             return False
         self.joined.add(worker)
-        self._changed()
+        if self.all_joined:
+            self._changed()
         return self.all_joined
 
     def on_restored(self, worker: int, message: Restored, at_s: float) -> bool:
@@ -144,7 +147,8 @@ class GenerationState(ObservedState):
             return False
         self.restored[worker] = at_s
         self.advance_to(message.step + 1)
-        self._changed()
+        if self.all_restored:
+            self._changed()
         return self.all_restored
 
     def on_left(self, worker: int, message: Finished | Stopped | Crashed, at_s: float) -> bool:

@@ -82,7 +82,7 @@ class HangDetector:
         spec, generation = self._plan.spec, self._members.generation
         history = self._inbox.history
         abort_s = 0.0
-        if spec.workers.gpus:
+        if spec.workers.gpus and generation.ending_since_s is not None:
             beats = (self._inbox.last_heartbeat(worker)[0] for worker in generation.assignments)
             first_step = 1 + (generation.restore.step if generation.restore else 0)
             abort_s = abort_limit_s(filter(None, beats), first_step)
@@ -112,12 +112,11 @@ class HangDetector:
 
     async def _check_running(self, generation: GenerationState) -> None:
         self._next_report_s = REPORT_AFTER_S
-        members = sorted(generation.active)
         if generation.finished:
             self._check_early_return(generation)
-        if not self._may_hang(members) or self._loop.now_s() < self._next_look_s:
+        if self._loop.now_s() < self._next_look_s or not self._may_hang(generation.active):
             return
-        look = await self._look(members)
+        look = await self._look(sorted(generation.active))
         if generation is not self._members.generation or generation.ending_since_s is not None:
             return
         limits = self._limits
@@ -133,7 +132,7 @@ class HangDetector:
             self._warned_generation = generation.number
             self._events.warn(f"{hang.reason}\n{self._summary(generation, look)}".rstrip())
 
-    def _may_hang(self, members: Sequence[int]) -> bool:
+    def _may_hang(self, members: Collection[int]) -> bool:
         """Whether the members should be asked: nearly always cheap, and not so."""
         limits = self._limits
         if not self._is_any_silent(members, limits):

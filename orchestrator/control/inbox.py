@@ -6,7 +6,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
 from rayzero.orchestrator.aio import WORKER_POLL_S
@@ -28,6 +27,7 @@ from rayzero.workers.step_rows import (
     ReceivedMessage,
     StepRows,
     combine,
+    combine_beats,
 )
 from rayzero.workers.vault.records import ProcessStalled
 
@@ -86,7 +86,7 @@ class WorkerInbox:
     _on_lost: Callable[[int, str], None]
     _lines: UndeliveredLines = field(default_factory=UndeliveredLines)
     _last_heard_s: dict[int, float] = field(default_factory=dict)
-    _heartbeats: dict[int, Heartbeat] = field(default_factory=dict)
+    _heartbeats: dict[int, Heartbeats] = field(default_factory=dict)
     history: StepHistory = field(default_factory=StepHistory)
     states: dict[int, str] = field(default_factory=dict)
     """The `state` of the newest `ProcessStalled` of each worker."""
@@ -111,15 +111,16 @@ class WorkerInbox:
         """Forgets the heartbeats of the generation before."""
         self._heartbeats.clear()
         self.history.start_generation()
-        members, now_s = self._members.registry.members, self._loop.now_s()
-        self._last_heard_s |= dict.fromkeys(members, now_s)
+        # Without those lost by now, of which nothing more is heard.
+        watched = self._last_heard_s.keys() & self._members.registry.members
+        self._last_heard_s |= dict.fromkeys(watched, self._loop.now_s())
 
     def deliver(self, worker: int) -> None:
         """Delivers the messages of one worker received so far."""
         for message in self._undelivered.pop(worker, ()):
             kind = type(message)
             if kind is Heartbeat:
-                message = Heartbeats((worker,), (cast(Heartbeat, message),))
+                message = combine_beats([worker], [cast(Heartbeat, message)])
             elif kind is StepReport:
                 message = combine([worker], [cast(StepReport, message)])
             elif kind is LogLine:
@@ -131,7 +132,7 @@ class WorkerInbox:
         if isinstance(message, StepRows):
             self._add_to_history(message)
         elif isinstance(message, Heartbeats):
-            self._heartbeats |= zip(message.workers, message.messages, strict=True)
+            self._heartbeats |= dict.fromkeys(message.workers, message)
         elif isinstance(message, NodeMessages):
             for its, one in zip(message.workers, message.messages, strict=True):
                 self._dispatch(its, one)
@@ -162,24 +163,25 @@ class WorkerInbox:
     def on_progress(self, worker: int, beat: Heartbeat) -> None:
         """A member has been asked for its progress."""
         if worker in self._last_heard_s:
-            self._heartbeats[worker], self._last_heard_s[worker] = beat, self._loop.now_s()
+            self._heartbeats[worker] = combine_beats([worker], [beat])
+            self._last_heard_s[worker] = self._loop.now_s()
 
     def last_heartbeat(self, worker: int) -> tuple[Heartbeat | None, float]:
         """Its last heartbeat in this generation, and how long ago it was last heard from."""
         now_s = self._loop.now_s()
-        return self._heartbeats.get(worker), now_s - self._last_heard_s.get(worker, now_s)
+        beats = self._heartbeats.get(worker)
+        beat = beats.row(beats.workers.index(worker)) if beats is not None else None
+        return beat, now_s - self._last_heard_s.get(worker, now_s)
 
     def is_any_silent(self, workers: Iterable[int], limit_s: float) -> bool:
         """Whether one of them may have made no progress for longer: a cheap test before the hang
         policy's thorough one, and nearly always cheaper still."""
-        now_s, beats, heard_at_s = self._loop.now_s(), self._heartbeats, self._last_heard_s
-        longest_s = max(map(attrgetter("silent_s"), beats.values()), default=0.0)
-        if now_s - min(heard_at_s.values(), default=now_s) + longest_s <= limit_s:
+        now_s, records = self._loop.now_s(), {*self._heartbeats.values()}
+        longest_s = max((max(it.silent_s) for it in records), default=0.0)
+        if now_s - min(self._last_heard_s.values(), default=now_s) + longest_s <= limit_s:
             return False
-        silent_s = {worker: beat.silent_s for worker, beat in beats.items()}
-        return any(
-            now_s - heard_at_s.get(it, now_s) + silent_s.get(it, 0.0) > limit_s for it in workers
-        )
+        known = map(self.last_heartbeat, workers)
+        return any(age_s + (beat.silent_s if beat else 0.0) > limit_s for beat, age_s in known)
 
     def excuse_cut_off(self, workers: Iterable[WorkerInfo]) -> None:
         """Counts those of the workers as heard whose node has lost its agent while the cluster's

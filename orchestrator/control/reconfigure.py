@@ -351,7 +351,8 @@ class Rendezvous:
         waits_since_s = math.inf
         while not await self._loop.wait_for(min(_LOOK_S, until_s - now_s), is_over):
             now_s = self._loop.now_s()
-            beats = (self._inbox.last_heartbeat(worker)[0] for worker in generation.active)
+            active = generation.active if self._rollouts.group else ()
+            beats = (self._inbox.last_heartbeat(worker)[0] for worker in active)
             is_starving = any(beat is not None and beat.phase == SAMPLES_PHASE for beat in beats)
             waits_since_s = min(waits_since_s, now_s) if is_starving else math.inf
             if now_s >= min(until_s, waits_since_s + SAMPLES_WAIT_S):

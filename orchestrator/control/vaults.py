@@ -148,12 +148,11 @@ class VaultManager:
             await self._group.close(node)
 
     async def _event_loop(self, node: str) -> None:
+        limit_s = BEAT_WAIT_S + self._patience_s
         while True:
             try:
-                events = await self._calls.vault_reply(
-                    self._group.events(node), limit_s=BEAT_WAIT_S + self._patience_s
-                )
-            except VaultLostError as lost:
+                events = await self._group.events(node, limit_s)
+            except (VaultLostError, TimeoutError) as lost:
                 if node not in self._members.vault_addresses:
                     return  # it was closed on purpose
                 self._remove(node)

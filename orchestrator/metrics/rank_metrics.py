@@ -79,13 +79,13 @@ class RankMetricsTable:
     to add an engine's last count when it is replaced, and when the sums are read.
 
     Attributes:
-        reports: the rows that have each rank's newest report.
+        reports, beats: the records that have each rank's newest.
         departed_traffic: of engines that no longer exist.
     """
 
     nodes: dict[int, str] = field(default_factory=dict)
     reports: dict[int, StepRows] = field(default_factory=dict)
-    beats: dict[int, Heartbeat] = field(default_factory=dict)
+    beats: dict[int, Heartbeats] = field(default_factory=dict)
     exposed_comm_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     data_wait_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     departed_traffic: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -110,14 +110,16 @@ class RankMetricsTable:
         return [(rank, self._row(rank)) for rank in ranks]
 
     def _row(self, rank: int) -> RankMetrics:
-        rows, beat, node = self.reports.get(rank), self.beats.get(rank), self.nodes.get(rank, "")
+        rows, beats, node = self.reports.get(rank), self.beats.get(rank), self.nodes.get(rank, "")
+        beat = beats.row(beats.ranks.index(rank)) if beats is not None else None
         report = RankReport(rows, rows.ranks.index(rank)) if rows is not None else None
         return RankMetrics(report, beat, node, self.exposed_comm_s[rank], self.data_wait_s[rank])
 
     def on_rows(self, rows: StepRows) -> None:
-        last = {rank: self.reports[rank] for rank in rows.ranks if rank in self.reports}
-        gone = {rank: its for rank, its in last.items() if its.generation != rows.generation}
-        _add_traffic(gone, self.departed_traffic)
+        last = ((rank, self.reports.get(rank, rows)) for rank in rows.ranks)
+        gone = {rank: its for rank, its in last if its.generation != rows.generation}
+        if gone:
+            _add_traffic(gone, self.departed_traffic)
         self.reports.update(dict.fromkeys(rows.ranks, rows))
         for name, totals_s in (
             ("exposed_comm_s", self.exposed_comm_s),
@@ -128,7 +130,7 @@ class RankMetricsTable:
                     totals_s[rank] += seconds
 
     def on_heartbeats(self, beats: Heartbeats) -> None:
-        self.beats.update({beat.rank: beat for beat in beats.messages})
+        self.beats |= dict.fromkeys(beats.ranks, beats)
 
     def traffic(self) -> defaultdict[str, float]:
         """The sums over all ranks since the run began, by name."""

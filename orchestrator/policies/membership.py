@@ -212,8 +212,10 @@ class WorkerRegistry(ObservedState):
     def set_state(self, worker: int, state: CallState, *, keeps_rank: bool = False) -> None:
         """Its function has come there."""
         # Thousands of workers do this in each repair: no copy of the whole.
-        self.calls[worker] = self.calls[worker].come_to(state, keeps_rank=keeps_rank)
-        self._changed()
+        before = self.calls[worker]
+        self.calls[worker] = before.come_to(state, keeps_rank=keeps_rank)
+        if before.is_ahead:  # else nobody waits for it
+            self._changed()
 
     def is_ahead(self, worker: int) -> bool:
         """Whether its function was called before its generation."""

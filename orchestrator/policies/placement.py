@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain, count, cycle, islice
 from math import floor
+from typing import NamedTuple
 
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.policies.failure import LOSS_CAUSES, Fault, incidents
@@ -155,8 +156,7 @@ class CallState(StrEnum):
 _AHEAD = (CallState.PREPARING, CallState.PREPARED)
 
 
-@dataclass(frozen=True)
-class FunctionCall:
+class FunctionCall(NamedTuple):
     """The call of the training function in a worker's process. There is one in each process.
 
     Args:
@@ -191,7 +191,6 @@ class FunctionCall:
 
     def come_to(self, state: CallState, *, keeps_rank: bool = False) -> FunctionCall:
         """The same call in another state."""
-        # Not `replace`, which takes five times as long: thousands of calls change in each repair.
         return FunctionCall(self.rank, self.world_size, self.generation, state, keeps_rank)
 
 

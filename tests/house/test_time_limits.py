@@ -70,7 +70,7 @@ REASONS = {
         orchestrator.cli.ckpt: PROGRESS_INTERVAL_S
         orchestrator.job.stop_signals: _SIGNAL_POLL_S
         orchestrator.cluster.actor_pool: _MAX_START_BACKOFF_S
-        orchestrator.cluster.node_links: SILENT_S RETRY_S ACKNOWLEDGE_S
+        orchestrator.cluster.node_links: SILENT_S RETRY_S TICK_S
             READ_SLICE_S
         orchestrator.cluster.vault_group: _UNAVAILABLE_PAUSE_S
         workers.agent.node_agent: BEAT_S

@@ -137,10 +137,7 @@ async def next_worker(workers: WorkerGroup) -> WorkerInfo:
 
 async def next_events(vaults: VaultGroup, node: str) -> list[VaultEvent]:
     """Wait for what happens on a node."""
-    async with asyncio.timeout(LIMIT_S):
-        while not (events := await vaults.events(node)):
-            pass
-    return events
+    return await vaults.events(node, LIMIT_S)
 
 
 async def next_lines(workers: WorkerGroup, worker: int, number: int) -> list[int]:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -664,7 +665,7 @@ class FakeCluster:
         process = self.processes[worker]
         rank = process.assign.rank if process.assign else 0
         heartbeat = Heartbeat(rank, process.step + 1, "forward", 0.0)
-        self.send(worker, replace(heartbeat, **values))
+        self.send(worker, heartbeat._replace(**values))
 
     async def delay(self, command: str) -> None:
         for _ in range(1 + self.delays.get(command, 0)):
@@ -777,20 +778,20 @@ class FakeVaultGroup:
         vault = self._vault(node_id)
         vault.rollouts = vault.buffer = None
 
-    async def events(self, node_id: str) -> list[ConnectionLost]:
-        if self._vault(node_id).failure == "hangs":
-            await asyncio.Event().wait()
-        if self._vault(node_id).failure == "broken":
-            raise VaultLostError("its thread has ended")
-        try:
-            events = await with_timeout(
-                self._cluster.clock, BEAT_WAIT_S, self._vault(node_id).events.get()
-            )
-        except TimeoutError:
-            return []
-        if isinstance(events, VaultLostError):
-            raise events
-        return events
+    async def events(self, node_id: str, limit_s: float) -> list[ConnectionLost]:
+        clock = self._cluster.clock
+        while True:
+            vault = self._vault(node_id)
+            if vault.failure == "hangs":
+                await clock.sleep(limit_s)
+                raise TimeoutError(f"its process did not respond for {limit_s:g} s")
+            if vault.failure == "broken":
+                raise VaultLostError("its thread has ended")
+            with suppress(TimeoutError):
+                events = await with_timeout(clock, BEAT_WAIT_S, vault.events.get())
+                if isinstance(events, VaultLostError):
+                    raise events
+                return events
 
     async def inventory(self, node_id: str) -> list[SlotInfo]:
         await self._cluster.delay("inventory")

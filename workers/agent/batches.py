@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from rayzero.workers.agent.link import Frame, FrameKind, WorkerFrame
 from rayzero.workers.messages import Heartbeat, StepReport, WorkerMessage
-from rayzero.workers.step_rows import Heartbeats, NodeMessages, NodeRecord, combine
+from rayzero.workers.step_rows import NodeMessages, NodeRecord, combine, combine_beats
 
 _COMBINED = (FrameKind.STEPS, FrameKind.QUIET, FrameKind.CHANGES)
 _Sent: TypeAlias = tuple[int, int, WorkerMessage]  # the worker, and the number of its frame
@@ -72,7 +72,7 @@ def make_batch(received: Iterable[tuple[int, Frame]]) -> NodeBatch:
     for key in sorted(reports, key=lambda key: key[:2]):
         workers, numbers, of_step = zip(*reports[key], strict=True)
         batch.records.append((combine(workers, of_step), numbers))
-    for record, sent_of in ((NodeMessages, changes), (Heartbeats, beats)):
+    for record, sent_of in ((NodeMessages, changes), (combine_beats, beats)):
         if sent_of:
             workers, numbers, messages_of = zip(*sent_of, strict=True)
             batch.records.append((record(workers, messages_of), numbers))

@@ -62,6 +62,5 @@ class CommandRunner:
         if command.controller != self._obedience.obeyed:
             return  # it has lost the job since
         method, arguments = unpack_call(command.call)
-        own = pickle.loads(command.own)
-        reply = run_call(self._target, method, (*arguments, *own))
+        reply = run_call(self._target, method, (*arguments, *command.own))
         self._answer(pickle.dumps((command.controller.controller, command.number, reply)))

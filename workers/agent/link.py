@@ -110,14 +110,14 @@ class WorkerCommand(NamedTuple):
         number: grows with each command of that controller.
         in_order: it runs after those before it; else it may run concurrently with all others.
         call: as of `pack_call`.
-        own: further arguments, of this worker alone; pickled.
+        own: further arguments, of this worker alone.
     """
 
     controller: Attach
     number: int
     in_order: bool
     call: bytes
-    own: bytes
+    own: tuple[Any, ...]
 
 
 class NodeCommand(NamedTuple):
@@ -126,7 +126,7 @@ class NodeCommand(NamedTuple):
     number: int
     in_order: bool
     call: bytes
-    own: Mapping[int, bytes]
+    own: Mapping[int, tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -245,6 +245,8 @@ class Link:
         self._kept: deque[Frame] = deque()
         self._sent = 0
         self._received = 0
+        self._told = 0  # the newest that was acknowledged
+        self._beat_is_due = False
         self._write: Callable[[bytes], object] | None = None
 
     @property
@@ -277,12 +279,24 @@ class Link:
     def confirm(self, number: int) -> None:
         """Acknowledges what was received, up to that number."""
         self._confirmed = number
-        self.signal(FrameKind.BEAT)
+        self.beat()
 
-    def signal(self, kind: FrameKind) -> None:
-        """Sends a frame over this connection, if there is one, which acknowledges."""
+    def acknowledge(self) -> None:
+        """Acknowledges what was received, unless a frame has since."""
+        if self._received > self._told:
+            self.beat()
+
+    def beat(self) -> None:
+        """Sends a beat over this connection, if there is one."""
         if self._write is not None:
-            self._write(self.encode(kind))
+            self._write(self.encode(FrameKind.BEAT))
+
+    def beat_with_next(self) -> None:
+        """Sends a beat together with the next numbered frame, which costs the other end less; by
+        itself if there was none since the call before."""
+        if self._beat_is_due:
+            self.beat()
+        self._beat_is_due = True
 
     def encode(self, kind: FrameKind, payload: bytes = b"") -> bytes:
         """A frame that is not numbered; `open` comes after a connection's first ones."""
@@ -302,7 +316,7 @@ class Link:
 
     def restart(self) -> None:
         """Another end takes the place of the one before: its numbers begin with 1."""
-        self._received = 0
+        self._received = self._told = 0
 
     def drop(self, kind: FrameKind) -> None:
         """Forgets frames that are not for the other end any more."""
@@ -324,8 +338,10 @@ class Link:
 
     def _put(self, kind: FrameKind, number: int, payload: bytes) -> None:
         if self._write is not None:
-            self._write(self._header(kind, number, payload) + payload)
+            beat = self.encode(FrameKind.BEAT) if self._beat_is_due else b""
+            self._beat_is_due = False
+            self._write(beat + self._header(kind, number, payload) + payload)
 
     def _header(self, kind: FrameKind, number: int, payload: bytes) -> bytes:
-        received = self._confirmed if self._relays else self._received
-        return _HEADER.pack(kind, number, received, len(payload))
+        self._told = self._confirmed if self._relays else self._received
+        return _HEADER.pack(kind, number, self._told, len(payload))

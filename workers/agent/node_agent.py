@@ -26,7 +26,7 @@ AGENT_THREAD = "rayzero-agent"
 COMMAND_THREADS = 8
 """A checkpoint, a copy and a stack dump each hold one; the rest answer at once."""
 BEAT_S = 1.0
-"""Longest time between two frames."""
+"""Between two beats, each of which waits for another frame for as long."""
 _ATTACH_TIMEOUT_S = 10.0
 
 
@@ -92,7 +92,7 @@ class AgentServer(AuthenticatedServer):
             if events:
                 self.call_soon(partial(self._send_events, pickle.dumps(events)))
             else:
-                self.call_soon(partial(self._link.signal, FrameKind.BEAT))
+                self.call_soon(self._link.beat_with_next)
 
     def _run_command(self, controller: bytes, payload: bytes) -> None:
         """Runs a command, on one of the pool's threads."""

@@ -139,5 +139,5 @@ async def within(work: Any) -> Any:
 async def next_events(link: NodeLink, number: int) -> list[Any]:
     found: list[Any] = []
     while len(found) < number:
-        found += await within(link.events())
+        found += await within(link.events(LIMIT_S))
     return found

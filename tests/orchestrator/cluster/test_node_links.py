@@ -70,7 +70,6 @@ async def test_commands_events_and_errors_pass():
             assert await within(slow) == "done"
             commands.events.put("died")
             assert await next_events(link, 1) == ["died"]
-            assert await within(link.events()) == [], "a beat"
             commands.events.put(RayzeroError("the thread has ended"))
             with pytest.raises(VaultLostError, match="thread has ended"):
                 await next_events(link, 1)
@@ -105,9 +104,14 @@ async def test_cuts_anywhere_lose_and_repeat_nothing(monkeypatch: pytest.MonkeyP
         await proxy.close()
 
 
-async def test_silent_connection_is_made_anew(monkeypatch: pytest.MonkeyPatch):
+def short_silences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_links, "SILENT_S", 0.3)
+    monkeypatch.setattr(node_links, "TICK_S", 0.05)
     monkeypatch.setattr(node_agent, "BEAT_S", 0.05)
+
+
+async def test_silent_connection_is_made_anew(monkeypatch: pytest.MonkeyPatch):
+    short_silences(monkeypatch)
     with agent(commands := Commands()) as (_, address):
         proxy = Proxy(address.port)
         port = await proxy.listen()
@@ -126,8 +130,7 @@ async def test_silent_connection_is_made_anew(monkeypatch: pytest.MonkeyPatch):
 
 async def test_controller_that_was_busy_keeps_its_connections(monkeypatch: pytest.MonkeyPatch):
     """What came while it did not look is read before a silence is counted."""
-    monkeypatch.setattr(node_links, "SILENT_S", 0.3)
-    monkeypatch.setattr(node_agent, "BEAT_S", 0.05)
+    short_silences(monkeypatch)
     with agent(Commands()) as (_, address):
         async with linked(address) as link:
             await within(link.attached())
@@ -137,6 +140,28 @@ async def test_controller_that_was_busy_keeps_its_connections(monkeypatch: pytes
                 await asyncio.sleep(0.02)
             await within(link.call("note", 1))
             assert link.hello is hello, "the same connection"
+
+
+async def test_agent_whose_node_is_not_served_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+    """It sends messages and replies, but no beats; an event counts as one."""
+    short_silences(monkeypatch)
+    with agent(commands := Commands()) as (_, address):
+        async with linked(address) as link:
+            await within(link.attached())
+            events = asyncio.ensure_future(link.events(0.3))
+            _, waiting = await asyncio.wait([events], timeout=0.7)
+            assert waiting, "beats come"
+            monkeypatch.setattr(node_agent, "BEAT_S", LIMIT_S)
+            commands.events.put("died")
+            assert await within(events) == ["died"]
+            began_s, events = time.monotonic(), asyncio.ensure_future(link.events(0.6))
+            while not events.done():
+                await within(link.call("note", 1))
+                await asyncio.sleep(0.02)
+            with pytest.raises(TimeoutError, match=r"did not respond for 0\.6 s"):
+                await events
+            assert 0.55 < time.monotonic() - began_s < 5.0
+            assert link.is_connected
 
 
 async def test_end_of_the_process_ends_the_stream(monkeypatch: pytest.MonkeyPatch):
@@ -393,3 +418,16 @@ def test_acknowledged_frames_are_forgotten():
     assert (link.kept, len(sent)) == (2, 2)
     link.open(sent.append, 3)
     assert link.kept == 0
+
+
+def test_beat_goes_with_the_next_frame_or_alone_before_another_one():
+    link, written = Link(), list[bytes]()
+    link.open(written.append, 0)
+    link.beat_with_next()
+    assert not written
+    link.send(FrameKind.MESSAGES, b"1")
+    link.send(FrameKind.MESSAGES, b"2")
+    link.beat_with_next()
+    link.beat_with_next()
+    alone, frame = Link().encode(FrameKind.BEAT), len(written[1])
+    assert written == [alone + written[0][-frame:], written[1], alone]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -223,8 +222,7 @@ async def test_commands_of_an_earlier_controller_are_refused():
     runner = CommandRunner(target, lambda answer: None)  # whose agent is new, and obeys all
     for name, epoch, number in (("a", 5, 1), ("b", 4, 2), ("a", 5, 1), ("c", 5, 1), ("a", 5, 2)):
         call = pack_call("note", (f"{name}{number}",))
-        own = pickle.dumps(())
-        runner.begin(WorkerCommand(Attach(epoch, name.encode()), number, True, call, own))
+        runner.begin(WorkerCommand(Attach(epoch, name.encode()), number, True, call, ()))
         runner._in_order.submit(int).result()
     runner._in_order.shutdown(wait=True)
     assert target.seen[3:] == ["a1", "c1"]

@@ -18,7 +18,7 @@ from rayzero.orchestrator.aio import WORKER_POLL_S
 from rayzero.orchestrator.job_events import FaultDetected
 from rayzero.orchestrator.spec import RecoverySpec
 from rayzero.workers.messages import Heartbeat, StepReport
-from rayzero.workers.step_rows import combine
+from rayzero.workers.step_rows import combine, combine_beats
 from tests.orchestrator.support import Harness
 
 RANKS = 4
@@ -140,7 +140,8 @@ class SimulatedSteps:
             now_s = self.clock._now
             polled_s = max(self.courses[0].begun_s, now_s - now_s % WORKER_POLL_S)
             for rank in range(RANKS):
-                self.inbox._heartbeats[rank] = self._beat(rank, polled_s)
+                beats = combine_beats([rank], [self._beat(rank, polled_s)])
+                self.inbox._heartbeats[rank] = beats
                 self.inbox._last_heard_s[rank] = polled_s
                 self.inbox.states[rank] = "S" if rank in self.stalled else ""
             await self.detector._check_running(self.generation)

@@ -136,6 +136,22 @@ async def test_silent_worker_is_reported_lost_once():
     assert harness.delivered == [f"0 lost: its process did not respond for {timeout_s:g} s"]
 
 
+async def test_member_lost_before_its_generation_begins_is_not_waited_for():
+    harness = InboxHarness(VirtualClock())
+    harness.inbox.start(range(2))
+    harness.members.registry.members = (0, 1)
+    harness.reports.put_nowait(WorkerReports(lost=[(1, "it was killed")]))
+    await settle()
+    harness.inbox.start_generation()
+    await harness.clock.advance(100.0)
+    harness.reports.put_nowait(WorkerReports([(0, [])]))
+    await settle()
+    assert not harness.inbox.is_any_silent([0, 1], 50.0)
+    await harness.clock.advance(PATIENCE_S)
+    harness.inbox.expire_silent()
+    assert harness.delivered == ["1 lost: it was killed"]
+
+
 async def test_silence_says_nothing_where_only_a_head_that_is_away_could_start_an_agent():
     harness = InboxHarness(VirtualClock())
     registry = harness.members.registry

@@ -29,7 +29,7 @@ from rayzero.orchestrator.spec import CheckpointSpec, JobSpec, RecoverySpec, Rol
 from rayzero.workers.messages import Heartbeat, RoleReport, StepReport, WorkerInfo
 from rayzero.workers.rollouts.counts import RolloutCounts
 from rayzero.workers.spread import Spread
-from rayzero.workers.step_rows import Heartbeats, combine
+from rayzero.workers.step_rows import combine, combine_beats
 
 SPEC = JobSpec(
     name="gpt",
@@ -111,7 +111,7 @@ class SimulatedJob:
             rows = combine([rank], [report])
             self.metrics.ranks.on_rows(rows)
             beat = Heartbeat(rank, step + 1, "forward", 0.25)
-            self.metrics.ranks.on_heartbeats(Heartbeats((rank,), (beat,)))
+            self.metrics.ranks.on_heartbeats(combine_beats([rank], [beat]))
             record = self.progress.add_rows(rows)
         assert record is not None
         self.emit(record)

@@ -24,7 +24,7 @@ from rayzero.orchestrator.metrics.rank_metrics import RankMetrics, RankMetricsTa
 from rayzero.orchestrator.policies.failure import FaultCause
 from rayzero.orchestrator.spec import CheckpointSpec
 from rayzero.workers.messages import Heartbeat, StepReport
-from rayzero.workers.step_rows import Heartbeats, combine
+from rayzero.workers.step_rows import combine, combine_beats
 from tests.orchestrator.metrics.simulated_job import UNIX, SimulatedJob, eventful_job
 
 Labels = tuple[tuple[str, str], ...]
@@ -273,7 +273,7 @@ def test_copied_ranks_stay_as_they_were():
         (1, RankMetrics(RankReport(rows, 0), None, "b", 0.5, 0)),
     ]
     ranks.on_rows(replace(rows, step=2))
-    ranks.on_heartbeats(Heartbeats((1,), (Heartbeat(1, 3, "forward", 0.0),)))
+    ranks.on_heartbeats(combine_beats([1], [Heartbeat(1, 3, "forward", 0.0)]))
     ranks.start_generation(["c"])
     assert (copied.rows, dict(copied.traffic())) == (seen, traffic)
     assert ranks.rows == [(0, RankMetrics(None, None, "c", 0, 0))]

@@ -43,7 +43,7 @@ def rank(
 
 
 def of(item: RankProgress, **heartbeat: Any) -> RankProgress:
-    return replace(item, heartbeat=replace(item.heartbeat, **heartbeat))
+    return replace(item, heartbeat=item.heartbeat._replace(**heartbeat))
 
 
 HUNG = rank(1, "forward", collective=11, waiting=False)
@@ -207,9 +207,9 @@ def test_hung_rank_exceeded_timeout_or_is_unresponsive(ranks: list[RankProgress]
 def test_abort_on_a_gpu_has_time_for_what_is_queued():
     """At a hang timeout of seconds, the abort of 580 collectives would be taken for a hang."""
     beat = Heartbeat(0, step=11, phase="backward", silent_s=0.0, collective=5800)
-    abort_s = abort_limit_s([beat, replace(beat, collective=5799)], first_step=2)
+    abort_s = abort_limit_s([beat, beat._replace(collective=5799)], first_step=2)
     assert abort_s == pytest.approx(0.5 + 580 * 0.01)
-    assert abort_limit_s([replace(beat, step=0, collective=3)], first_step=1) == 0.53
+    assert abort_limit_s([beat._replace(step=0, collective=3)], first_step=1) == 0.53
     limits, busy = HangLimits(5.0, 300.0, 5.0, abort_s=abort_s), rank(1, silent_s=0)
     assert find_overstaying([busy], limits, ending_s=11) is None
     assert find_overstaying([busy], limits, ending_s=12) is not None
