@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -55,6 +56,19 @@ def pytest_configure(config: pytest.Config) -> None:
         preload_libraries()
     if config.getoption("--nccl-like"):
         os.environ.setdefault(VARIABLE, NcclLike().text())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while test modules are imported, nor afterwards of what they imported:
+    such a collection takes 0.2 s, and tests made up to half of their CPU time of them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
