@@ -1,4 +1,4 @@
-"""Fault injection into worker processes, and the measured cost of a fault in any system."""
+"""Fault injection into worker processes, and the measured cost of a fault."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class FaultCost:
     """One injected fault and its recovery.
 
     Args:
-        rank: the faulty rank; None if the system does not report it.
+        rank: the faulty rank.
         step: the last step finished before the fault.
         wall_s: from the fault (for a hang: from its detection) to the end of the next new step.
-        step_s: duration of that step, or the median if the system does not report it.
+        step_s: duration of that step.
         median_step_s: median step time without faults; `usual_step_s`: its 95th percentile.
         detection_s: from a hang to its detection; 0 for a kill, whose detection is in `wall_s`.
-        parts: duration of each recovery phase in seconds, if the system reports them.
+        parts: duration of each recovery phase in seconds.
         steps_redone: finished steps that were repeated.
         restarted: other processes of the job that were restarted.
     """
 
-    rank: int | None
+    rank: int
     step: int
     wall_s: float
     step_s: float

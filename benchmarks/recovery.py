@@ -3,7 +3,6 @@
     python -m benchmarks.recovery --kills 20
     python -m benchmarks.recovery --fault stop --kills 5 --json stop.json
     python -m benchmarks.recovery --fault deadlock --kills 20
-    python -m benchmarks.recovery --system ray-train --kills 2
     python -m benchmarks.recovery --kills 5 --layers 8 --width 512 --batch 12 --compile
 
 Three CPU workers train the model of the GPT example. Repeatedly, after a few undisturbed steps, a
@@ -29,7 +28,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import ray_train, rayzero_job
+from benchmarks import rayzero_job
 from benchmarks.faults import SIGNALS, FaultCost
 from benchmarks.hanging_gpt import HANGS
 from benchmarks.machine import describe_machine, format_machine
@@ -64,8 +63,9 @@ def show(console: Console, faults: list[FaultCost]) -> None:
         for fault in faults
     ]
     for number, (fault, row) in enumerate(zip(faults, rows, strict=True), start=1):
-        rank = "-" if fault.rank is None else str(fault.rank)
-        table.add_row(str(number), rank, *_ms(row), str(fault.steps_redone), str(fault.restarted))
+        table.add_row(
+            str(number), str(fault.rank), *_ms(row), str(fault.steps_redone), str(fault.restarted)
+        )
     for name, aggregate in (("median", median), ("max", max)):
         columns = [aggregate(column) for column in zip(*rows, strict=True)]
         counts = (f"{aggregate([getattr(fault, key) for fault in faults]):g}" for key in COUNTS)
@@ -95,11 +95,6 @@ def summarize(faults: list[FaultCost]) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace, console: Console, folder: Path) -> list[FaultCost]:
-    if options.system == "ray-train":
-        train = ray_train.Plan(
-            options.workers, options.fault, options.kills, options.seed, str(folder)
-        )
-        return ray_train.run(train, console.print)
     plan = rayzero_job.Plan(
         options.workers,
         options.fault,
@@ -122,7 +117,6 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--system", choices=("rayzero", "ray-train"), default="rayzero")
     parser.add_argument("--fault", choices=FAULTS, default="kill")
     parser.add_argument("--kills", type=int, default=20, help="number of faults")
     parser.add_argument("--workers", type=int, default=3, help="single-threaded processes")
@@ -140,10 +134,6 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.kills < 1 or options.workers < 2:
         parser.error("at least one fault and two workers are required")
-    if options.system == "ray-train" and (options.batch or options.compile or options.width != 256):
-        parser.error("--system ray-train trains the model of the example only")
-    if options.system == "ray-train" and options.fault != "kill":
-        parser.error("--system ray-train supports --fault kill only")
     return options
 
 
@@ -162,7 +152,7 @@ def main(arguments: list[str]) -> int:
         return 1
     totals = summarize(faults)
     console.print(
-        f"{format_machine(machine)}\n{options.system}: {options.workers} single-threaded workers, "
+        f"{format_machine(machine)}\n{options.workers} single-threaded workers, "
         f"GPT example, {options.fault} of a random worker at a random point in a step"
     )
     show(console, faults)
@@ -184,14 +174,11 @@ def main(arguments: list[str]) -> int:
         f"processes restarted"
     )
     if options.json:
-        settings = {
-            key: getattr(options, key) for key in ("system", "fault", "workers", "stage", "compile")
-        }
+        settings = {key: getattr(options, key) for key in ("fault", "workers", "stage", "compile")}
         records = [asdict(fault) | {"total_s": fault.total_s} for fault in faults]
         report = machine | settings | {"summary": totals, "faults": records}
         options.json.write_text(json.dumps(report, indent=2) + "\n")
-    lost = totals["steps_redone"] or totals["restarted"] or late
-    return int(options.system == "rayzero" and bool(lost))
+    return int(bool(totals["steps_redone"] or totals["restarted"] or late))
 
 
 if __name__ == "__main__":
