@@ -120,7 +120,7 @@ def keep_batch_size_dynamic(model: nn.Module, hooks: list[RemovableHandle]) -> N
         inputs = [tensor for tensor in iter_tensors((args, kwargs)) if tensor.dim() > 0]
         for tensor in inputs:
             if tensor.size(0) == inputs[0].size(0):
-                mark_dynamic(tensor, 0)
+                mark_dynamic(tensor)
 
     untraced(mark)
     first = model.register_forward_pre_hook(untraced(find_compiled), with_kwargs=True)

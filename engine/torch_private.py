@@ -112,10 +112,10 @@ def compiled_graphs() -> int:
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
-def mark_dynamic(tensor: Tensor, dimension: int) -> None:
-    """Lets a compiled module take another size of this dimension without being compiled again; it
-    adds no constraint. After the compiler was imported."""
-    sys.modules["torch._dynamo"].maybe_mark_dynamic(tensor, dimension)
+def mark_dynamic(tensor: Tensor) -> None:
+    """Lets a compiled module take another size of the first dimension without being compiled again;
+    it adds no constraint. After the compiler was imported."""
+    sys.modules["torch._dynamo"].maybe_mark_dynamic(tensor, 0)
 
 
 # Optimizers, which import the compiler on their first use

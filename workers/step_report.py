@@ -16,9 +16,9 @@ from rayzero.workers.training_thread import GenerationChannel
 from rayzero.workers.vault.buffers import resident_bytes
 
 COUNTER_NAMES = frozenset({"tokens"})
-_STREAM_PREFIX = "streams/"
 """These metrics are summed over micro-steps and ranks; all others are gauges of the rank."""
 
+_STREAM_PREFIX = "streams/"
 _RESERVED_PREFIXES = ("phases/", "bytes/", "collectives/", _STREAM_PREFIX)
 """Prefixes of the engine's metrics."""
 

@@ -73,8 +73,7 @@ def newest_complete(path: str, excluding: Collection[int] = ()) -> CheckpointInf
     """The newest complete checkpoint in a job's folder, ignoring the steps in `excluding`.
 
     Complete: the manifest's checksum matches, every file has its size, and none is marked as
-    damaged. Older checkpoints are not
-    inspected. Raises as `list_checkpoints`.
+    damaged. Older checkpoints are not inspected. Raises as `list_checkpoints`.
     """
     store = open_store(path)
     for step, name in sorted(_step_folders(store), reverse=True):

@@ -126,11 +126,12 @@ def write_rank_file(
     *,
     generation: int,
     world_size: int,
-    share_base: bool = False,
 ) -> RankFile:
-    """Write one rank's file of the checkpoint in `folder`; returns when it is durable. Raises
-    StoreError if the store failed (full, gone, forbidden, slow), EngineError if the size of the
-    data is not the index's.
+    """Write one rank's file of the checkpoint in `folder`; returns when it is durable.
+
+    What training never changes goes into a file next to the folder, which the checkpoints of other
+    steps use as long as it is the same. Raises StoreError if the store failed (full, gone,
+    forbidden, slow), EngineError if the size of the data is not the index's.
 
     Args:
         folder: path or URL `.../step-<n>`; created if it does not exist.
@@ -138,8 +139,6 @@ def write_rank_file(
         metadata: the rank's JSON part.
         data: `table.nbytes` bytes, which must not change during the call.
         generation, world_size: of the process group of `rank`.
-        share_base: put what training never changes into a file next to the folder, which the
-            checkpoints of other steps use as long as it is the same.
     """
     data = data.cast("B") if data.nbytes else memoryview(b"")
     if len(data) != table.nbytes:
@@ -148,7 +147,7 @@ def write_rank_file(
     if "step" in metadata:
         about = {"step": metadata["step"]} | about
     base, own = None, table
-    if share_base and table.constant_bytes >= MIN_BASE_BYTES:
+    if table.constant_bytes >= MIN_BASE_BYTES:
         constant, own = split_block(table)
         base = write_base(folder, rank, constant, data, metadata.get("step", 0))
         data = data[constant.nbytes :]

@@ -179,10 +179,10 @@ class Collectives:
             self.break_off(error.seen)
         raise error
 
-    def sum_on_device(self, scalars: Tensor, name: str) -> Tensor:
+    def sum_on_device(self, scalars: Tensor) -> Tensor:
         """`sum_scalars` whose result stays on the device: undefined if the group is aborted, so
         callers must look for an interrupt before they rely on it."""
-        ballot, work = self._launch_sum(scalars, (), name)
+        ballot, work = self._launch_sum(scalars, (), "sums")
         work.wait()
         return ballot[:-1].view_as(scalars)
 

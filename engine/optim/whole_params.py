@@ -177,7 +177,7 @@ class ShardedWholeParamOps(WholeParamOps):
             return values
         sums = values.to(self._device, non_blocking=True)  # weights may be offloaded
         if values.device == sums.device:
-            return self._collectives.sum_on_device(sums, "sums")
+            return self._collectives.sum_on_device(sums)
         return values.new_tensor(self._collectives.sum_scalars(sums, name="sums")).view_as(values)
 
     def transform(

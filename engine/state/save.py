@@ -73,7 +73,6 @@ def save_state(
             memory,
             generation=0,
             world_size=world_size,
-            share_base=True,
         )
         base = vars(written.base) if written.base else None
         return vars(written) | {"block_index": block.index.to_json(), "base": base}

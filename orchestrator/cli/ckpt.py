@@ -16,7 +16,13 @@ import typer
 
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.redact import redact_url
-from rayzero.orchestrator.cli.command import JsonLinesFlag, JsonValueFlag, local_command, new_group
+from rayzero.orchestrator.cli.command import (
+    JOBS_FOLDER,
+    JsonLinesFlag,
+    JsonValueFlag,
+    local_command,
+    new_group,
+)
 from rayzero.orchestrator.top.format import format_duration, format_size, table_lines
 
 if TYPE_CHECKING:
@@ -24,8 +30,6 @@ if TYPE_CHECKING:
     from rayzero.engine.checkpoint.verify import FileProblem
 
 PROGRESS_INTERVAL_S = 10.0
-JOBS_FOLDER = "runs"
-"""The default of `checkpoint.path`."""
 
 commands = new_group("List, verify, prune and export checkpoints.", "rayzero ckpt ls runs/gpt")
 

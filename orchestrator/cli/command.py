@@ -21,6 +21,9 @@ from rayzero.engine.errors import ConfigError, RayzeroError
 
 P = ParamSpec("P")
 
+JOBS_FOLDER = "runs"
+"""The default of `checkpoint.path`."""
+
 JobName: TypeAlias = Annotated[str, typer.Argument(help="Name of the job.", metavar="NAME")]
 RoleName: TypeAlias = Annotated[
     str, typer.Option("--role", help="A role of the job, instead of its ranks.", metavar="ROLE")

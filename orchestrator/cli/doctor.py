@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rayzero.orchestrator.cli.command import JsonValueFlag, local_command, new_group
+from rayzero.orchestrator.cli.command import JOBS_FOLDER, JsonValueFlag, local_command, new_group
 
 if TYPE_CHECKING:
     from rayzero.orchestrator.doctor.diagnose import Finding
@@ -27,7 +27,7 @@ def doctor(
             help="Folder or URL for checkpoints (checkpoint.path); it may not exist yet.",
             metavar="PATH",
         ),
-    ] = "runs",
+    ] = JOBS_FOLDER,
     address: Annotated[
         str | None,
         typer.Option(

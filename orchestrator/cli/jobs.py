@@ -16,6 +16,7 @@ import typer
 
 from rayzero.engine.errors import ConfigError, RayzeroError, first_line
 from rayzero.orchestrator.cli.command import (
+    JOBS_FOLDER,
     ClusterAddress,
     JobName,
     JobsPath,
@@ -52,7 +53,7 @@ _HEADS = ("name", "state", "workers", "age", "step", "loss", "")
 @cluster_command
 def ls(
     address: ClusterAddress = None,
-    path: JobsPath = "runs",
+    path: JobsPath = JOBS_FOLDER,
     running: Annotated[bool, typer.Option("--running", help="Only jobs that run.")] = False,
     as_json: JsonValueFlag = False,
 ) -> None:
@@ -108,7 +109,7 @@ def status(
 
 @commands.command(epilog="Example: rayzero stop gpt")
 @cluster_command
-def stop(name: JobName, address: ClusterAddress = None, path: JobsPath = "runs") -> None:
+def stop(name: JobName, address: ClusterAddress = None, path: JobsPath = JOBS_FOLDER) -> None:
     """Stop a job after a last checkpoint; a lost run is marked as stopped and not adopted again.
 
     Exit code 0: it has stopped. 1: it did not stop in time. 2: no such job.
@@ -190,7 +191,7 @@ def find_job(name: str, address: str | None, path: str | None) -> RunningJob | E
     except ConfigError as not_found:
         check_may_be_lost(not_found, address)
         try:
-            return lookup.status_from_journal(path or lookup.DEFAULT_CHECKPOINT_PATH, name)
+            return lookup.status_from_journal(path or JOBS_FOLDER, name)
         except lookup.NoJournalError:
             raise not_found from None
     if path is None or isinstance(job, lookup.RunningJob):
@@ -273,7 +274,7 @@ def _abandon_lost_run(name: str, path: str, not_found: ConfigError) -> None:
     lease_s = last_run.spec["checkpoint"].get("lease_s", 20.0)
     lease = acquire_lease(folder, new_claim(name, lease_s), partial(print, file=sys.stderr))
     try:
-        write_end(folder, last_run, "stopped", "stopped by `rayzero stop`")
+        write_end(folder, last_run, "stopped by `rayzero stop`")
     finally:
         lease.release()
     print(f"{name}: the lost run is marked as stopped; its last step is {last_run.step}")

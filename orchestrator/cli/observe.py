@@ -14,6 +14,7 @@ import typer
 
 from rayzero.engine.errors import ConfigError
 from rayzero.orchestrator.cli.command import (
+    JOBS_FOLDER,
     ClusterAddress,
     JobName,
     JsonLinesFlag,
@@ -90,7 +91,6 @@ def top(
     Exit code 0: the job has ended, in whatever state. 1: the job did not respond. 2: no such job or
     address. 130: interrupted by Ctrl-C.
     """
-    from rayzero.orchestrator.spec import CheckpointSpec
     from rayzero.orchestrator.top.follow import connecting_board, endpoint_source, follow_job
 
     if "://" in job:
@@ -99,7 +99,7 @@ def top(
     from rayzero.orchestrator.cluster.addresses import check_dashboard, named_address
 
     named = named_address(address)
-    folder = Path(CheckpointSpec().path) / job
+    folder = Path(JOBS_FOLDER, job)
     first = connecting_board(job, named.text or "the cluster of this machine", folder)
     if named.is_dashboard:
         check_dashboard(named)
@@ -116,7 +116,7 @@ def top(
 def page(
     path: Annotated[
         str, typer.Option("--path", help="checkpoint.path of the job files: a folder, or a URL.")
-    ] = "runs",
+    ] = JOBS_FOLDER,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port of the page; 0: any free one.")
     ] = 9500,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rayzero.engine.errors import ConfigError, RayzeroError
 from rayzero.orchestrator.cli.command import (
+    JOBS_FOLDER,
     ClusterAddress,
     JobFile,
     JobName,
@@ -102,7 +103,7 @@ def submit(
 def resume(
     name: JobName,
     address: ClusterAddress = None,
-    path: JobsPath = "runs",
+    path: JobsPath = JOBS_FOLDER,
     restart: RestartFlag = False,
     as_json: JsonLinesFlag = False,
 ) -> int:

@@ -36,8 +36,6 @@ from rayzero.orchestrator.role_facts import RoleFacts
 from rayzero.orchestrator.spec import JOB_NAME, JOB_NAME_RULE, JobSpec
 from rayzero.workers.lifetimes import end_owned, has_process
 
-DEFAULT_CHECKPOINT_PATH = "runs"  # default of `checkpoint.path` in the job file
-
 
 class NoJournalError(ConfigError):
     """The folder has no journal of the job."""

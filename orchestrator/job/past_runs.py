@@ -78,7 +78,7 @@ def load_past_runs(plan: JobPlan, warn: Callable[[str], None]) -> PastRuns:
         raise JobStoppedError(f"job {plan.spec.name!r} has ended before: {history.end_state}")
     if plan.spec.checkpoint.resume == "scratch" and not _is_restarting(history, plan):
         if history is not None and not history.end_state:
-            write_end(plan.job_folder, history, "stopped", "given up by checkpoint.resume: scratch")
+            write_end(plan.job_folder, history, "given up by checkpoint.resume: scratch")
         if folder := set_aside(plan.job_folder):
             warn(f"the job starts from scratch; the files of its last run are now in {folder}")
         return PastRuns()

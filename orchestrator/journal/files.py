@@ -119,8 +119,8 @@ class JournalFiles:
             _append_events(path, lines, self._max_events_bytes)
 
 
-def write_end(job_folder: str, facts: JobFacts, state: str, error: str) -> None:
-    """Ends a lost run in its journal. May block; the caller holds the folder's lease.
+def write_end(job_folder: str, facts: JobFacts, error: str) -> None:
+    """Ends a lost run in its journal, as `stopped`. May block; the caller holds the folder's lease.
 
     Raises:
         StoreError, OSError: nothing was changed.
@@ -128,7 +128,7 @@ def write_end(job_folder: str, facts: JobFacts, state: str, error: str) -> None:
     updates: list[JournalUpdate] = []
     events = EventBus(facts)
     JournalWriter(updates.append, events)
-    events.emit(RunEnded(state, error))
+    events.emit(RunEnded("stopped", error))
     JournalFiles(job_folder).write(updates)
 
 

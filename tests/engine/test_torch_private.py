@@ -125,7 +125,7 @@ module.compile(backend="eager")
 assert torch_private.is_compiled(module)
 for batch in (2, 3, 4):
     inputs = torch.ones(batch, 2)
-    torch_private.mark_dynamic(inputs, 0)
+    torch_private.mark_dynamic(inputs)
     module(inputs)
 assert torch_private.compiled_graphs() == 1, torch_private.compiled_graphs()
 assert seen, "the hook runs"

@@ -204,7 +204,7 @@ class VaultClient:
     def _call(
         self,
         timeout_s: float,
-        method: Callable[[WorkerRequests, Peer, *Ts], Descriptors],
+        method: Callable[[WorkerRequests, Peer, *Ts], Descriptors | None],
         *arguments: *Ts,
     ) -> Descriptors:
         deadline = monotonic() + timeout_s
@@ -227,7 +227,7 @@ class VaultClient:
     def _send(
         self,
         request_id: int | None,
-        method: Callable[[WorkerRequests, Peer, *Ts], Descriptors],
+        method: Callable[[WorkerRequests, Peer, *Ts], Descriptors | None],
         *arguments: *Ts,
     ) -> None:
         request = {"id": request_id, "call": method.__name__, "arguments": arguments}

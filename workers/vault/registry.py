@@ -25,6 +25,7 @@ from rayzero.workers.vault.records import SlotGoneError, SlotInfo, SlotRef, Vaul
 from rayzero.workers.vault.slots import (
     SlotHeader,
     checksum_of,
+    clear_pin,
     is_kept,
     is_to_copy,
     read_header,
@@ -32,7 +33,6 @@ from rayzero.workers.vault.slots import (
     write_copied,
     write_header,
     write_kept,
-    write_pin,
 )
 
 
@@ -82,7 +82,7 @@ class SlotRegistry:
         if there is not enough memory."""
         self.discard_unfinished(owner)  # the owner waits for this call: it is not writing
         buffer = self._pool.acquire(header.nbytes, owner)
-        write_pin(buffer.fd, False)
+        clear_pin(buffer.fd)
         write_kept(buffer.fd, False)
         write_header(buffer.fd, header)
         with self._lock:
@@ -129,7 +129,7 @@ class SlotRegistry:
         try:
             write_header(buffer.fd, header._replace(step=-1))
             yield buffer.fd
-            write_pin(buffer.fd, False)
+            clear_pin(buffer.fd)
             write_kept(buffer.fd, True)
             write_header(buffer.fd, header)
         except BaseException:
@@ -229,7 +229,7 @@ class SlotRegistry:
                 # version before.
                 pinned, version = read_pin(entry.buffer.fd), entry.version
                 if pinned and version and entry.generation <= generation and version.step <= step:
-                    write_pin(entry.buffer.fd, False)
+                    clear_pin(entry.buffer.fd)
             self._evict_before(max(generation, self._current_generation))
 
     def give_up_checkpoints(self) -> None:
@@ -246,7 +246,7 @@ class SlotRegistry:
             for entry, version in held:
                 is_older = version.step < newest.get((version.generation, version.rank), 0)
                 if entry in pinned and is_older:
-                    write_pin(entry.buffer.fd, False)
+                    clear_pin(entry.buffer.fd)
 
     def bytes_to_copy(self, ref: SlotRef) -> int:
         """The size of that version; 0 if it is not here, or on all nodes that are to have it."""

@@ -29,7 +29,8 @@ Descriptors: TypeAlias = list[int]
 
 class WorkerRequests:
     """The calls of a worker by `VaultClient`. Several threads run them at once, but for one peer in
-    order. Every method returns descriptors, and raises what the worker's call raises."""
+    order. A method returns descriptors if its reply has any, and raises what the worker's call
+    raises."""
 
     def __init__(
         self,
@@ -45,14 +46,11 @@ class WorkerRequests:
         self._fetch = fetch
         self._weights = weights
 
-    def register(
-        self, peer: Peer, worker: int, pid: int, thread: int, report_fd: int
-    ) -> Descriptors:
+    def register(self, peer: Peer, worker: int, pid: int, thread: int, report_fd: int) -> None:
         """Identifies the worker behind a connection. `thread` is the native id of one that exits
         with the process, or after `deregister`; `report_fd` is that of the process's crash report,
         or -1."""
         peer.register(worker, pid, thread, report_fd)
-        return []
 
     def reserve(
         self,
@@ -112,39 +110,31 @@ class WorkerRequests:
             raise
         return [fd]
 
-    def generation_complete(self, peer: Peer, generation: int) -> Descriptors:
+    def generation_complete(self, peer: Peer, generation: int) -> None:
         """All ranks have a complete version of this generation: older ones can be freed."""
         self._registry.generation_complete(generation)
-        return []
 
-    def generation_loaded(self, peer: Peer, generation: int, step: int) -> Descriptors:
+    def generation_loaded(self, peer: Peer, generation: int, step: int) -> None:
         """All ranks have loaded that step: older ones can be overwritten."""
         self._registry.generation_loaded(generation, step)
-        return []
 
-    def replicate(
-        self, peer: Peer, generation: int, rank: int, step: int, nodes: str
-    ) -> Descriptors:
+    def replicate(self, peer: Peer, generation: int, rank: int, step: int, nodes: str) -> None:
         """A version is complete, and to be copied to these nodes, whose ids are separated by
         commas."""
         self._replicas.order(SlotRef(generation, rank, step, self._node_id), nodes.split(","))
-        return []
 
-    def step_replicated(self, peer: Peer, generation: int, step: int) -> Descriptors:
+    def step_replicated(self, peer: Peer, generation: int, step: int) -> None:
         """The versions of that step of all ranks are on other nodes: see `SlotRegistry.let_go`."""
         self._registry.let_go(generation, step)
-        return []
 
-    def trim(self, peer: Peer) -> Descriptors:
+    def trim(self, peer: Peer) -> None:
         """All ranks have reserved their buffers: spare ones can be freed."""
         self._registry.trim()
-        return []
 
-    def deregister(self, peer: Peer) -> Descriptors:
+    def deregister(self, peer: Peer) -> None:
         """Closes the session: the end of the connection is then no loss."""
         peer.worker = -1
         self._registry.discard_unfinished(peer)
-        return []
 
 
 _ARGUMENT_TYPES = {

@@ -143,7 +143,7 @@ class VaultServer:
         error: RayzeroError | None = None
         try:
             check_request(message.get("call"), message.get("arguments"))
-            fds = getattr(self._requests, message["call"])(peer, *message["arguments"])
+            fds = getattr(self._requests, message["call"])(peer, *message["arguments"]) or []
         except RayzeroError as raised:
             error = raised
         except Exception as raised:  # noqa: BLE001  # any error goes to the worker that asked

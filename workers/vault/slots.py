@@ -170,8 +170,8 @@ def read_pin(fd: int) -> bool:
     return os.pread(fd, 1, PIN_OFFSET) == b"\1"
 
 
-def write_pin(fd: int, pinned: bool) -> None:
-    os.pwrite(fd, b"\1" if pinned else b"\0", PIN_OFFSET)
+def clear_pin(fd: int) -> None:
+    os.pwrite(fd, b"\0", PIN_OFFSET)
 
 
 def is_kept(fd: int) -> bool:

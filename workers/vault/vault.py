@@ -26,7 +26,7 @@ from rayzero.workers.vault.buffers import BufferPool, available_bytes
 from rayzero.workers.vault.health import SLOWER, HealthCheck, HealthReport
 from rayzero.workers.vault.images import FetchRemote, MappedSlotReader
 from rayzero.workers.vault.peers import Peer, inspect_process
-from rayzero.workers.vault.process_watch import LOOK_INTERVAL_S, ProcessWatch
+from rayzero.workers.vault.process_watch import LOOK_INTERVAL_S, ProcessWatch, read_sample
 from rayzero.workers.vault.records import SlotInfo, SlotRef, VaultEvent, VaultGoneError
 from rayzero.workers.vault.registry import SlotRegistry
 from rayzero.workers.vault.replicas import CopyTo, Replicas, copy_nowhere
@@ -110,11 +110,8 @@ class Vault:
 
     def runs(self, pid: int) -> bool:
         """Whether a process on this node has not exited yet. One that nobody has waited for has."""
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
-            return False
-        return state not in "ZX"
+        sample = read_sample(Path(f"/proc/{pid}"))
+        return sample is not None and sample.state not in "ZX"
 
     def inspect(self, pid: int) -> str:
         """State and Python stacks of a process on this node."""
@@ -269,5 +266,4 @@ class Vault:
                 image.data,
                 generation=ref.generation,
                 world_size=image.header.world_size,
-                share_base=True,
             )

@@ -83,7 +83,6 @@ def write_files(
             memoryview(block.data),
             generation=1,
             world_size=world,
-            share_base=True,
         )
         for rank, block in enumerate(blocks(step, world, gap=gap, frozen=frozen))
     ]

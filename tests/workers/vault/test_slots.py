@@ -30,10 +30,10 @@ from rayzero.workers.vault.slots import (
     SlotHeader,
     SlotWriter,
     checksum_of,
+    clear_pin,
     encode_index,
     read_pin,
     write_header,
-    write_pin,
 )
 from tests.workers.vault.support import content, table, write
 
@@ -83,7 +83,7 @@ def test_pinned_version_cannot_be_overwritten(fds: list[int]):
     with pytest.raises(EngineError, match="step 5 in the vault is pinned"):
         buffer.begin()
     assert read(fds[0], 5)[0] == content(0, 5)
-    write_pin(fds[0], False)  # as the vault does
+    clear_pin(fds[0])  # as the vault does
     assert not buffer.pinned
     write(buffer, 0, 6)
     assert not read_pin(fds[0])
@@ -144,7 +144,7 @@ def test_writer_killed_at_any_line_leaves_only_complete_versions(fds: list[int])
     old, new = (SlotWriter(SlotMapping(fd), table()) for fd in fds)
     outcomes = []
     for number in range(1, 100):
-        write_pin(fds[1], False)
+        clear_pin(fds[1])
         write(new, 0, 1)  # what the child overwrites
         write(old, 0, 2)
         killed = killed_at_line(number, new)
