@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -91,10 +90,8 @@ class LocalWorkers:
         }
         staying = {index for index in members if restore and self._left(index, "stays")}
         calls = {
-            index: replace(
-                self._calls[index],
-                state=CallState.WAITING,
-                keeps_rank=self._left(index, "keeps_rank"),
+            index: self._calls[index].come_to(
+                CallState.WAITING, keeps_rank=self._left(index, "keeps_rank")
             )
             for index in staying
         }
