@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4)
     parser.add_argument("--generator", action="store_true", help="orders the samples")
     parser.add_argument("--data", choices=["", "stream", "iterable"], default="")
+    parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--pace-s", type=float, default=0.0)
     args = parser.parse_args()
     note(args.out, "entries", time.time())
@@ -55,7 +56,10 @@ def main() -> None:
         gradient_accumulation_steps=steps,
     )
     torch.manual_seed(int(os.environ["RANK"]) if args.generator else 1)
-    model = nn.Sequential(nn.Linear(4, args.width), nn.Tanh(), nn.Linear(args.width, 1)).double()
+    layers = [nn.Linear(4, args.width), nn.Tanh(), nn.Linear(args.width, 1)]
+    if args.dropout:
+        layers.append(nn.Dropout(args.dropout))
+    model = nn.Sequential(*layers).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: 1 / (1 + 0.1 * (step // 2))
@@ -107,6 +111,9 @@ def main() -> None:
                     if kills and args.kill_save:
                         model.save_checkpoint = lambda *_, **__: kill_once(args.out)
                     accelerator.save_state(str(args.out / f"step_{args.save_at}"))
+        if args.dropout:  # draws random numbers, which a new worker does in finished epochs, too
+            with torch.no_grad():
+                sum(model(rows).sum() for rows, _ in DataLoader(rows_of_all, batch_size=8))
         accelerator.save_state(None if args.numbered else str(args.out / f"epoch-{epoch}"))
     note(args.out, "weights", [value.tolist() for value in model.module.state_dict().values()])
 
