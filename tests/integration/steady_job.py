@@ -15,9 +15,15 @@ from rayzero.orchestrator.job.handle import JobHandle
 from rayzero.orchestrator.job_events import Repaired
 from rayzero.orchestrator.progress import StepRecord
 from rayzero.orchestrator.spec import Workers
-from tests.integration.jobs.steady import ENGINE
 from tests.orchestrator.support import EventLog
 
+ENGINE = {
+    "train_batch_size": 12,
+    "train_micro_batch_size_per_gpu": 3,
+    "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
+    "gradient_clipping": 0,
+    "zero_optimization": {"stage": 2},
+}
 TIMEOUT_S = 400
 START_S = 3.0
 """How long a new worker's function takes to come to its engine."""

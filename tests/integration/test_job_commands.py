@@ -15,7 +15,7 @@ import yaml
 
 from rayzero.orchestrator.journal.files import read_journal
 from tests.integration.command_server import CommandServer
-from tests.integration.jobs.steady import ENGINE
+from tests.integration.steady_job import ENGINE
 from tests.support.token_head import TokenHead, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

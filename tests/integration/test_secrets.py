@@ -20,13 +20,13 @@ from typer.testing import CliRunner
 
 from rayzero.orchestrator.cli.app import app
 from rayzero.orchestrator.metrics.jobs_page import JobsPage
-from tests.integration.jobs.steady import ENGINE
 from tests.integration.leak_sources import (
     read_command_lines,
     read_files,
     read_metrics_server,
     read_ray_state,
 )
+from tests.integration.steady_job import ENGINE
 from tests.support.bucket import bucket_options
 from tests.support.ports import free_ports
 from tests.support.token_head import TokenHead, wait_for

@@ -14,7 +14,7 @@ from typing import Any
 Row = dict[str, Any]
 Axes = Mapping[str, Sequence[Any]]
 Combination = tuple[tuple[str, Any], ...]
-CANDIDATES = 30
+CANDIDATES = 100
 
 
 def _allow_all(row: Row) -> bool:

@@ -5,7 +5,6 @@ For a fork server alone: importing them takes a process longer than most scripts
 
 from __future__ import annotations
 
-import gc
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -23,5 +22,3 @@ install_adapters(SCRIPT_ADAPTERS)
 for _name in _LIBRARIES:
     if find_spec(_name.partition(".")[0]):
         import_module(_name)
-gc.collect()
-gc.freeze()  # a collection in a fork would look at all of this, and copy its pages

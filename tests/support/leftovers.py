@@ -108,9 +108,11 @@ def _in_use(folder: Path) -> set[str]:
     names = set()
     for process in psutil.process_iter():
         try:
-            paths = [file.path for file in [*process.memory_maps(), *process.open_files()]]
-        except psutil.Error:
+            paths = [file.path for file in process.open_files()]
+            maps = Path(f"/proc/{process.pid}/maps").read_text()  # psutil would sum up their pages
+        except (psutil.Error, OSError):
             continue
+        paths += [line.split(maxsplit=5)[-1] for line in maps.splitlines()]
         names |= {Path(path).name for path in paths if Path(path).parent == folder}
     return names
 

@@ -15,6 +15,7 @@ from unittest import mock
 
 PROCESSES = get_context("forkserver")
 _PRELOADED = [
+    "tests.support.uncollected",
     "pytest",
     "torch._dynamo",
     "rayzero.workers.worker",
@@ -25,15 +26,16 @@ _PRELOADED = [
 _LIBRARIES = ["scipy.optimize", "datasets", "PIL.Image", "boto3"]
 """What transformers, accelerate and peft import. Not sklearn, whose forks leave semaphores, and not
 these themselves, which look for deepspeed when they are imported."""
-PROCESSES.set_forkserver_preload(_PRELOADED)
+_LAST = "tests.support.collected"
+PROCESSES.set_forkserver_preload([*_PRELOADED, _LAST])
 _LAUNCHED = forkserver.ForkServer()
-_LAUNCHED.set_forkserver_preload([*_PRELOADED, "tests.support.launched"])
+_LAUNCHED.set_forkserver_preload([*_PRELOADED, "tests.support.launched", _LAST])
 
 
 def preload_libraries() -> None:
     """For the slow tests, many of whose processes import transformers. Before the first process."""
     installed = [name for name in _LIBRARIES if find_spec(name.partition(".")[0])]
-    PROCESSES.set_forkserver_preload([*_PRELOADED, *installed])
+    PROCESSES.set_forkserver_preload([*_PRELOADED, *installed, _LAST])
 
 
 def start_forked(function: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> None:

@@ -42,7 +42,7 @@ def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> float
         if now_s - start_s > timeout_s:
             raise TimeoutError(f"{what}: not within {timeout_s:g} s")
         # Polling loads the polled process, and a command takes half a CPU second.
-        time.sleep(max(0.05 if now_s - start_s < 5 else 0.2, 2 * (now_s - asked_s)))
+        time.sleep(max(0.05 if now_s - start_s < 5 else 0.2, 5 * (now_s - asked_s)))
         asked_s = time.monotonic()
     return time.monotonic() - start_s
 

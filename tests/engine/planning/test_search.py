@@ -178,7 +178,7 @@ def status(key):
 def steps(shape, count, more):
     engine, *_ = rayzero.initialize(model=GPT(shape), config=config(0, **more))
     for _ in range(count):
-        engine.backward(engine(*batch(4, shape)))
+        engine.backward(engine(*batch(2, shape)))
         engine.step()
 
 torch.set_num_threads(1)
@@ -226,11 +226,10 @@ def measure_peaks() -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PEAKS)
 def test_process_peak_equals_estimate(precision: str):
-    document = config(0, train_micro_batch_size_per_gpu=4)
-    document |= PEAKS[precision]
+    document = config(0) | PEAKS[precision]
     planner = MemoryPlanner(lambda: GPT(LARGE), lambda samples: batch(samples, LARGE))
     planned = planner.estimate(parse_config(document), 1).device_total_bytes
-    assert planned == pytest.approx(measure_peaks()[precision], rel=0.05)
+    assert planned == pytest.approx(measure_peaks()[precision], rel=0.04)
 
 
 def test_activation_checkpointing_trades_flops_for_memory():

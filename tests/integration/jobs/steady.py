@@ -11,14 +11,6 @@ from torch.nn.functional import mse_loss
 from rayzero.workers.context import Context
 from tests.integration.jobs.linear import Points
 
-ENGINE = {
-    "train_batch_size": 12,
-    "train_micro_batch_size_per_gpu": 3,
-    "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
-    "gradient_clipping": 0,
-    "zero_optimization": {"stage": 2},
-}
-
 
 def train(ctx: Context) -> None:
     """Args of the job: `pause_s`, the time between steps; `start_s`, before the engine is built, of
