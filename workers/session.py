@@ -172,6 +172,8 @@ class JobSession(GenerationSession):
                 self._divide()
             if self.engine is not None and name in _FIRST_PHASES:
                 self._begin_step(reads_loader=name == "data")
+                if self.loop.own_loaders is not None:
+                    self.loop.own_loaders.follow_schedules(self.engine)
         self.check()
 
     def _divide(self) -> None:

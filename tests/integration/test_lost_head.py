@@ -201,7 +201,8 @@ def begin_other(folder: Path, address: str) -> dict[str, Any]:
     other = job(folder, "other", workers=Workers(min=1, max=2))
     handle = other.submit(address=address, observer=event_log)
     wait_for(handle, lambda: latest_step(event_log) > 3 and world_size(event_log) == 2)
-    owned = len(find_owned("other"))  # three workers, their reservations, a vault
+    wait_for(handle, lambda: bool(event_log.of(RoleWorkerReady)))
+    owned = [str(it) for it in find_owned("other")]  # three workers, their reservations, a vault
     wait_for(handle, lambda: (folder / STOP).exists())
     handle.stop()
     return {"owned": owned, "ended": handle.wait(LIMIT_S)}

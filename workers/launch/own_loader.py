@@ -73,6 +73,8 @@ class OwnLoaders:
         self._is_cut = False  # by a DistributedSampler, which can cut for other ranks
         self._micro_steps = self._first_step = 0
         self._has_given_up = False
+        # Finished and lost steps, and the generation, by `follow_schedules`.
+        self._seen: tuple[int, int, int] | None = None
         session.registry.register(_STATE, self._place, self._find)
 
     def iterate(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -149,11 +151,32 @@ class OwnLoaders:
         self._follow_step(loop, engine)
         self._meet(loop)
 
-    def _begin_to_follow(self, engine: Engine) -> FollowedLoop:
-        self._session.follow_loop(engine)
+    def follow_schedules(self, engine: Engine) -> None:
+        """Called where a step may begin: the script's schedules go where the job goes, if its loop
+        is over the loader of `training_data=`. Raises CollectiveError where they cannot: the script
+        is run again."""
+        if engine.training_dataloader is None or self._has_given_up:
+            return
+        progress, seen = engine.progress, self._seen
+        if seen is None and progress.place_asked_at is not None:  # it finds that of its schedules
+            self._has_given_up = True
+            return
+        self._seen = progress.step, progress.lost_steps, self._session.assignment.generation
+        if seen is None:
+            self._begin_schedules(engine)
+        if seen is None or progress.step > seen[0]:
+            self.schedules.keep(progress.step)
+        elif self._seen != seen:  # the step begins again, or an earlier one
+            self.schedules.restore(progress.step)
+
+    def _begin_schedules(self, engine: Engine) -> None:
         given = getattr(engine, "lr_scheduler", None)  # goes back with the engine
         self.schedules[:] = [it for it in self.schedules if it is not given]
         self.schedules.catch_up(self._found.get("schedules", []))
+
+    def _begin_to_follow(self, engine: Engine) -> FollowedLoop:
+        self._session.follow_loop(engine)
+        self._begin_schedules(engine)
         self.loop = FollowedLoop(self._session, engine, self.schedules)
         batches = engine.settings.batches
         self._micro_steps = batches.micro_steps
@@ -242,6 +265,8 @@ class OwnLoaders:
     def _place(self) -> dict[str, Any]:
         """Returns the loop's position, for the training state."""
         loop, engine = self.loop, self._session.engine
+        if self._seen is not None:
+            return {"schedules": self.schedules.plain_states()}
         if loop is None or engine is None:
             return {}
         return {

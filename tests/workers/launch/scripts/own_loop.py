@@ -103,7 +103,7 @@ def main() -> None:
                 note(args.out, "steps", [engine.global_steps, indices.tolist()])
             if args.save_every:
                 note(args.out, "rates", [engine.global_steps, *engine.get_lr()])
-                schedule.step()
+            schedule.step()
             if args.save_every and engine.global_steps % args.save_every == 0:
                 state = {"batch": engine.global_steps, "schedule": schedule.state_dict()}
                 engine.save_checkpoint(str(args.out / "saved"), client_state=state)
