@@ -22,7 +22,7 @@ class KeptSchedules(list[Any]):
     def __init__(self) -> None:
         super().__init__()
         self._kept: dict[int, list[dict[str, Any]]] = {}
-        self._positions: list[int] = []  # where `plain_states` was last called
+        self._positions: list[int] = []  # at the end of this step, if `plain_states` was called
         self._late: list[int] = []
 
     def states(self) -> list[dict[str, Any]]:
@@ -40,6 +40,7 @@ class KeptSchedules(list[Any]):
         self._kept.pop(step - KEPT_STEPS, None)
         if len(self._positions) == len(self):
             self._late = [_position(it) - at for it, at in zip(self, self._positions, strict=True)]
+        self._positions = []  # of this step only: not each one is copied
 
     def restore(self, step: int) -> None:
         """Raises CollectiveError if they were not kept: the script is run again."""
