@@ -158,7 +158,8 @@ class OwnLoaders:
         if engine.training_dataloader is None or self._has_given_up:
             return
         progress, seen = engine.progress, self._seen
-        if seen is None and progress.place_asked_at is not None:  # it finds that of its schedules
+        asks = progress.place_asked_at is not None  # a new worker's may, after finished epochs
+        if seen is None and asks and not self._found:
             self._has_given_up = True
             return
         self._seen = progress.step, progress.lost_steps, self._session.assignment.generation
