@@ -114,6 +114,7 @@ def load_checkpoint(
             step.micro_batches.forget()
             step.tracker.uncounted_micro_steps = 0
             step.meter.on_state_loaded(tells_place=bool(encoded))
+            step.state.progress.restore_rng = None  # the caller may seed before it trains
     elif collectives.rank == 0:
         text = "the checkpoint of step %d is not loaded: the job continues with %d finished steps"
         log.warning(text, saved_step, step.state.progress.step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +64,33 @@ def test_frozen_weights_buffers_schedule_and_rng_are_restored(stage, world):
     assert blocks[0].index.constant_bytes > 0
     for name, value in uninterrupted[0][1].items():
         assert torch.equal(second[0][1][name], value), name
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_draws_before_the_loop_count_only_after_a_load_of_ones_own(tmp_path: Path, loads: bool):
+    """A script that is run again may draw on its way to the loop, as in an evaluation."""
+
+    def initialize(blocks: list[Block] | None) -> tuple[Any, Any]:
+        with use_session(StateSession(blocks)):
+            data = torch.utils.data.TensorDataset(torch.ones(8, 6))
+            engine, _, loader, _ = rayzero.initialize(
+                model=DropoutModel(), config=config(), training_data=data
+            )
+        return engine, loader
+
+    engine, loader = initialize(None)
+    engine.backward(engine(*next(iter(loader))))
+    engine.step()
+    engine.save(str(tmp_path / "saved"))
+    blocks, rng = [Block.of(engine)], torch.get_rng_state()
+    again, loader = initialize(None if loads else blocks)
+    if loads:
+        again.load(str(tmp_path / "saved"))
+    assert torch.equal(torch.get_rng_state(), rng)
+    torch.rand(3)
+    drawn = torch.get_rng_state()
+    next(iter(loader))
+    assert torch.equal(torch.get_rng_state(), drawn if loads else rng)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
