@@ -167,7 +167,7 @@ class OwnLoaders:
             self._begin_schedules(engine)
         if seen is None or progress.step > seen[0]:
             self.schedules.keep(progress.step)
-        elif self._seen != seen:  # the step begins again, or an earlier one
+        elif self._seen != seen and self.schedules:  # the step begins again, or an earlier one
             self.schedules.restore(progress.step)
 
     def _begin_schedules(self, engine: Engine) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from rayzero.engine.errors import CollectiveError
 from rayzero.workers.launch import followed_loop
 from rayzero.workers.launch.followed_loop import FollowedLoop
 from rayzero.workers.launch.kept_schedules import KeptSchedules
+from rayzero.workers.launch.own_loader import OwnLoaders
 
 
 class Job:
@@ -181,3 +183,22 @@ def test_values_that_no_checkpoint_has_are_named(caplog: pytest.LogCaptureFixtur
     again.catch_up(inside)
     assert again[0].last_epoch == 2
     assert "without the last 1 of" in caplog.text
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_only_a_script_with_schedules_is_run_again_where_they_are_not_kept(has_own: bool) -> None:
+    """Over the loader of `training_data=`, in a worker that was new at step 5."""
+    session: Any = SimpleNamespace(
+        assignment=SimpleNamespace(generation=3),
+        registry=SimpleNamespace(register=lambda *_: None),
+    )
+    progress = TrainingProgress(step=5)
+    engine: Any = SimpleNamespace(
+        training_dataloader=object(), lr_scheduler=None, progress=progress
+    )
+    loaders = OwnLoaders(session)
+    loaders.schedules.extend(make_schedules("exponential") if has_own else [])
+    loaders.follow_schedules(engine)
+    progress.lose_step(TrainingProgress(step=4))
+    with pytest.raises(CollectiveError, match="not kept") if has_own else nullcontext():
+        loaders.follow_schedules(engine)
