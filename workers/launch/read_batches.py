@@ -20,6 +20,7 @@ from rayzero.engine.tensor_tree import iter_tensors, map_tensors
 
 _OPTIONS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator")
 _OPTIONS_OF_WORKERS = ("multiprocessing_context", "prefetch_factor")
+_begin: Callable[[Any], Iterator[Any]] = DataLoader.__iter__  # before a script's are followed
 
 
 class Batch:
@@ -88,9 +89,7 @@ def iterate_behind(loader: Any, batches: int, begin: Callable[[], Iterator[Any]]
     if loader.num_workers:
         options |= {name: getattr(loader, name) for name in _OPTIONS_OF_WORKERS}
     shorter: Any = DataLoader(loader.dataset, batch_sampler=order, **options)
-    plain: Any = DataLoader.__iter__
-    iteration: Iterator[Any] = plain.__wrapped__(shorter)  # which is not followed
-    return iteration
+    return _begin(shorter)
 
 
 def _draw_seed(loader: Any) -> None:

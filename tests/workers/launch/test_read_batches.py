@@ -9,16 +9,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from rayzero.workers.launch import own_loader
 from rayzero.workers.launch.read_batches import (
+    _begin,
     iterate_behind,
     keep_seed,
     leave_out_epoch,
     random_state_of,
 )
 
-own_loader._patch()
-PLAIN: Any = DataLoader.__iter__
 KINDS = ["own process", "workers", "workers that persist"]
 
 
@@ -33,10 +31,6 @@ def make_loader(kind: str, has_generator: bool) -> Any:
     return DataLoader(range(24), batch_size=4, shuffle=True, **options)  # type: ignore[arg-type]
 
 
-def begin(loader: Any) -> Any:
-    return PLAIN.__wrapped__(loader)
-
-
 @pytest.mark.parametrize("has_generator", [False, True], ids=["global generator", "own generator"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("epoch", [1, 3])
@@ -44,12 +38,12 @@ def test_rest_of_an_epoch(epoch: int, kind: str, has_generator: bool) -> None:
     loader = make_loader(kind, has_generator)
     for _ in range(epoch):
         rng = torch.get_rng_state()
-        batches = [batch.tolist() for batch in begin(loader)]
+        batches = [batch.tolist() for batch in _begin(loader)]
     loader = make_loader(kind, has_generator)
     for left_out in range(1, epoch):
         leave_out_epoch(loader, left_out)
     with random_state_of(rng):
         if epoch > 1 and loader.persistent_workers:
             keep_seed(loader)
-        rest = iterate_behind(loader, 2, partial(begin, loader))
+        rest = iterate_behind(loader, 2, partial(_begin, loader))
         assert [batch.tolist() for batch in rest] == batches[2:]
