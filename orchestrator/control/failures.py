@@ -259,7 +259,7 @@ class FailureHandler:
             self.history,
             self._budget,
             steps=self._progress.steps_executed,
-            restored=generation.restore is not None,
+            restored_step=None if generation.restore is None else generation.restore.step,
             grace_over=grace_over,
         )
 

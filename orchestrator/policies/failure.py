@@ -102,7 +102,7 @@ def decide(
     budget: FaultBudget,
     *,
     steps: int,
-    restored: bool,
+    restored_step: int | None,
     grace_over: bool,
 ) -> Fault | RayzeroError | None:
     """Decides about the pending faults of a generation.
@@ -110,8 +110,9 @@ def decide(
     Args:
         faults: in the order of detection; at least one.
         earlier: the faults recovered from so far, the oldest first.
-        steps: steps finished by this run of the job.
-        restored: whether the generation loaded a state, which may be damaged.
+        steps: steps finished by this run of the job, as far as they were reported.
+        restored_step: of the state that the generation loaded, which may be damaged; None if it
+            loaded none.
         grace_over: whether the wait for a better explanation has ended.
 
     Returns:
@@ -121,7 +122,7 @@ def decide(
     root = root_cause(faults)
     if root.cause is FaultCause.COLLECTIVE and not grace_over:
         return None
-    error = _fatal_error(root, earlier, budget, steps, restored)
+    error = _fatal_error(root, earlier, budget, steps, restored_step)
     if error is not None and root.cause in HARDWARE_CAUSES and not (root.detail or grace_over):
         return None  # the cluster is about to report details for the error message
     return error or root
@@ -225,13 +226,17 @@ def repeated_loss(history: Sequence[Fault], generation: int) -> JobFailedError |
 
 
 def _fatal_error(
-    root: Fault, earlier: Sequence[Fault], budget: FaultBudget, steps: int, restored: bool
+    root: Fault,
+    earlier: Sequence[Fault],
+    budget: FaultBudget,
+    steps: int,
+    restored_step: int | None,
 ) -> RayzeroError | None:
     """The error that fails the job; None if it can continue."""
     if root.cause in (FaultCause.CONFIG, FaultCause.ENTRYPOINT):
         return JobConfigError(root.detail, traceback=root.traceback)
     if root.cause is FaultCause.STATE:
-        return None if restored else JobFailedError(root.detail)
+        return JobFailedError(root.detail) if restored_step is None else None
     if root.cause in (FaultCause.PREEMPTED, FaultCause.NEWCOMER):
         return None
     causes = USER_CODE_CAUSES if root.cause in USER_CODE_CAUSES else HARDWARE_CAUSES
@@ -244,7 +249,9 @@ def _fatal_error(
             return _same_loss_error(root)
         return _hardware_error(root, counted, budget) if exceeded else None
     first = next((fault for fault in earlier if _signature(fault) == _signature(root)), None)
-    return _user_code_error(root, first) if steps == 0 or first or exceeded else None
+    # An exception in the second step may arrive before the reports of the first.
+    is_first_step = steps == 0 and root.step <= (restored_step or 0) + 1
+    return _user_code_error(root, first) if is_first_step or first or exceeded else None
 
 
 def _user_code_error(root: Fault, first: Fault | None) -> JobFailedError:

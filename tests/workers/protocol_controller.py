@@ -108,7 +108,7 @@ def _recovers(pending: tuple[str, ...], grace_over: bool) -> bool:
     worker = WorkerInfo(0, "a", "a", "", 1)
     faults = [Fault(FaultCause(cause), worker, 0, 1, "") for cause in pending]
     budget = FaultBudget(100, 1.0)
-    decision = failure.decide(faults, (), budget, steps=1, restored=True, grace_over=grace_over)
+    decision = failure.decide(faults, (), budget, steps=1, restored_step=0, grace_over=grace_over)
     return isinstance(decision, Fault)
 
 

@@ -51,10 +51,12 @@ def decided(
     earlier: tuple[Fault, ...] = (),
     budget: FaultBudget = BUDGET,
     steps: int = 7,
-    restored: bool = True,
+    restored_step: int | None = 6,
     grace_over: bool = False,
 ) -> Fault | RayzeroError | None:
-    return decide(faults, earlier, budget, steps=steps, restored=restored, grace_over=grace_over)
+    return decide(
+        faults, earlier, budget, steps=steps, restored_step=restored_step, grace_over=grace_over
+    )
 
 
 def error(decision: Fault | RayzeroError | None) -> RayzeroError:
@@ -116,9 +118,11 @@ def test_failed_collective_waits_for_another_cause_in_any_order(
     ],
 )
 def test_error_before_the_first_step(fault: Fault, kind: type[RayzeroError], text: str):
-    failure = error(decided(fault, steps=0, restored=False))
+    failure = error(decided(fault, steps=0, restored_step=2 if fault is USER else None))
     assert (type(failure), str(failure)) == (kind, text)
     assert decided(STATE) == STATE, "a state that was restored may be an older one"
+    unreported = replace(USER, step=4)  # no report of the step before has arrived
+    assert decided(unreported, steps=0, restored_step=2) is unreported
 
 
 def hardware(
