@@ -173,7 +173,7 @@ class JobSession(GenerationSession):
             if self.engine is not None and name in _FIRST_PHASES:
                 self._begin_step(reads_loader=name == "data")
                 if self.loop.own_loaders is not None:
-                    self.loop.own_loaders.follow_schedules(self.engine)
+                    self.loop.own_loaders.stepwise.follow(self.engine)
         self.check()
 
     def _divide(self) -> None:

@@ -163,7 +163,7 @@ def _prepare(
         check_sampler(args[number])
         check_training_data(session, loader, _first["ranks"])
         place = Place(accelerator, loader, engine.global_steps, **_first)
-        place.schedules[:] = [it.scheduler for it in schedules]
+        place.schedules.schedules = [it.scheduler for it in schedules]
         place.follow(loader)
         if session.engine is not None and can_read_again(loader):
             session.follow_loop(session.engine)

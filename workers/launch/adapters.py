@@ -1,17 +1,17 @@
-"""Adapters: rayzero's side of the libraries that launched scripts use. They live in packages that
+"""Adapters connect rayzero to the libraries that launched scripts use. They are in packages that
 this one does not import.
 
-An adapter is a function, which the launch request names as `module:function` (`launch.adapters` in
-the job file). It is called once in a process, before anything of the script is imported, and says
-what is to happen when:
+An adapter is a function that the launch request names as `module:function` (`launch.adapters` in
+the job file). It is called once in a process, before the script imports anything, and registers
+what to do when
 
-- a library is imported: `on_import`, with a function that patches it by `wrap`, which takes what
-  `engine/patches.py` lists, or the adapter has added by `patches.declare`;
+- a library is imported: `on_import`, with a function that patches the library by `wrap`. Only
+  targets listed in `engine/patches.py`, or added by `patches.declare`, can be patched;
 - the script begins: `on_begin`;
 - the training state is saved and loaded: `session.registry.register(name, get, set)`;
-- the script's loop begins: `session.loop`, whose attributes say how it continues after a fault, and
-  `session.follow_loop(engine)`, for one that does a lost step again;
-- a batch is read: `FollowedLoop`, which waits for the ranks and knows what was lost.
+- the script's loop begins: the attributes of `session.loop` say how the loop continues after a
+  fault; `session.follow_loop(engine)` is called for a loop that repeats a lost step;
+- a batch is read: a `FollowedLoop` waits for the ranks, and knows which steps were lost.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from rayzero.workers.session import JobSession
 
 Patch: TypeAlias = Callable[[ModuleType], None]
 Original: TypeAlias = Callable[..., Any]
-"""A function that is replaced by `wrap`."""
+"""A function that `wrap` has replaced."""
 
 _installed = set[str]()
 _patches: dict[str, list[Patch]] = {}
 _beginnings: list[Callable[[Mapping[str, Any]], None]] = []
 preloaded = set[str]()
-"""Packages that a process imports, if the script does, while it waits for its first generation:
-there they would make its peers wait."""
+"""Packages to import while a process waits for its first generation, if the script imports them.
+Imported later, they would make the process's peers wait."""
 
 
 def install_adapters(names: Iterable[str]) -> None:
-    """Calls the adapters that were not called in this process before."""
+    """Calls each adapter that has not been called in this process."""
     for name in names:
         if name not in _installed:
             _installed.add(name)
@@ -55,12 +55,13 @@ def begin_script(launch: Mapping[str, Any]) -> None:
 
 
 def on_begin(begin: Callable[[Mapping[str, Any]], None]) -> None:
-    """`begin` is called with the fields of `launch:` before a script begins."""
+    """Registers a function to be called with the fields of `launch:` before a script begins."""
     _beginnings.append(begin)
 
 
 def on_import(name: str, patch: Patch) -> None:
-    """`patch` is called with that module: now if it is imported, else after its import."""
+    """Registers a function to be called with a module: now if the module is imported, otherwise
+    after its import."""
     if name in sys.modules:
         patch(sys.modules[name])
     if not _patches:
@@ -69,8 +70,8 @@ def on_import(name: str, patch: Patch) -> None:
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replaces a function of a class or a module: in a job `around` is called with the session, the
-    original and its arguments. Elsewhere nothing changes."""
+    """Replaces a function of a class or a module. In a job, the replacement calls `around` with the
+    session, the original function and the arguments; elsewhere it calls the original function."""
     original = getattr(owner, name)
 
     @wraps(original)
@@ -84,7 +85,7 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 class _PatchingFinder(MetaPathFinder):
-    """Finds the modules that other finders find, and patches them when they are loaded."""
+    """Patches the modules of `on_import` when they are loaded, wherever other finders find them."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,17 +1,19 @@
-"""A launched script's loop that continues where it is when ranks are lost and others come.
+"""The loop of a launched script, which continues while ranks are lost and others join.
 
-Before each batch, what feeds the loop waits for all ranks and asks what has happened since the
-previous one (`follow`). If nothing has, or its step has ended, the loop reads on. If a step was
-lost, the job is where that step began, which may be before the end of a step that this rank has
-counted: the batches since are read again, cut for the present ranks.
+Before each batch, the loop waits until all ranks are present, and asks what has happened since the
+previous batch (`follow`). If nothing has, or the step has finished, the loop reads the next batch.
+If a step was lost, the job is at the start of that step, which may be before the end of a step that
+this rank has already counted: the batches since then are read again, divided among the present
+ranks.
 
-- Here: schedules go back with the job; `kept` has what each of the last steps has read; survivors
-  send new members their state.
-- torch's DataLoaders (`own_loader`) yield what is kept: any sampler may have ordered it.
-- Accelerate's (`rayzero/huggingface/accelerated_loop.py`) begin the epoch again, behind what is
-  trained on: by their own state the script knows where a step ends.
-- Trainer (`rayzero/huggingface/trainer_steps.py`) has a fixed number of turns: it runs the step
-  again within its turn, with what is kept.
+- `FollowedLoop`: returns the script's schedules to the job's step, keeps what each recent step has
+  read (`kept`), and sends a survivor's state to new members.
+- torch's DataLoaders (`own_loader`) yield the kept batches again, because any sampler may have
+  ordered them.
+- Accelerate's loaders (`rayzero/huggingface/accelerated_loop.py`) begin the epoch again, after the
+  batches that were trained on. The script knows from Accelerate's state where a step ends.
+- Trainer (`rayzero/huggingface/trainer_steps.py`) has a fixed number of iterations. It runs the
+  lost step again within one of them, with the kept batches.
 """
 
 from __future__ import annotations
@@ -30,17 +32,17 @@ from rayzero.workers.session import JobSession
 
 
 class FollowedLoop:
-    """The position of a loop in the job. Used by the training thread.
+    """A loop's position in the job. Used by the training thread.
 
     Args:
-        schedules: of the script, which the engine does not have.
+        schedules: the script's own, which the engine's state does not contain.
 
     Attributes:
-        step: finished ones, when `follow` was last called.
-        ranks: this rank and their number, for which the loop's batches are cut.
-        kept: what was kept of a step, by the number of finished ones before it; of as many steps as
-            the job may go back.
-        knows_state: False for a new member to which no survivor has sent its state.
+        step: the number of finished steps at the latest call of `follow`.
+        ranks: this rank and the number of ranks for which the loop's batches are divided.
+        kept: what the steps have read, by the number of steps finished before each; for as many
+            steps as the job may go back.
+        knows_state: False for a new member to which no survivor has sent its state yet.
     """
 
     def __init__(
@@ -59,29 +61,37 @@ class FollowedLoop:
 
     @property
     def has_changed(self) -> bool:
-        """Whether a step was lost, or the ranks may be others, since `follow` was last called."""
+        """Whether a step was lost, or the ranks may have changed, since the latest `follow`."""
         return self._changes() != self._seen
 
     def follow(self) -> bool:
-        """Waits for all ranks if some are missing, and comes to where the job is. Returns what
-        `has_changed` is then. Raises CollectiveError if that is before what was kept."""
+        """Waits until all ranks are present, and sets `step` to the job's.
+
+        Returns:
+            Whether a step was lost, or the ranks may have changed, since the previous call.
+
+        Raises:
+            CollectiveError: the job is at a step before the earliest that was kept.
+        """
         self._session.on_phase("data")
         if self._session.loop.yields_again:
             self._engine.survival.await_group()
         step, has_changed = self._engine.progress.step, self.has_changed
-        if step > self.step:
-            self._schedules.keep(step)
-        elif has_changed:
-            self._schedules.restore(step)
+        if step > self.step or has_changed:
+            self._schedules.follow(step, has_finished=step > self.step)
         oldest = step - self._session.steps_to_go_back
-        for old in [it for it in self.kept if it < oldest]:
-            del self.kept[old]
+        for began in [began for began in self.kept if began < oldest]:
+            del self.kept[began]
         self.step, self._seen = step, self._changes()
         return has_changed
 
     def meet(self, place: Any) -> list[tuple[bool, Any]] | None:
-        """Returns each rank's `knows_state` and `place`, at the first call in a generation; else
-        None, and if the group broke: they meet in the next one. Collective."""
+        """Exchanges the ranks' places at the first call in a generation. Collective.
+
+        Returns:
+            Each rank's `knows_state` and `place`. None at later calls, and if the group broke: the
+            ranks then meet in the next generation.
+        """
         if self._met != self._session.assignment.generation:
             self._met = self._session.assignment.generation
             with suppress(CollectiveError):
@@ -89,8 +99,11 @@ class FollowedLoop:
         return None
 
     def send(self, sender: int, state: Callable[[], Any]) -> Any | None:
-        """Returns the `state` of the rank `sender` to new members; None to others, and if the group
-        broke. Collective."""
+        """Sends the state of the rank `sender` to new members. Collective.
+
+        Returns:
+            The state on new members. None on other ranks, and if the group broke.
+        """
         sent = None
         with suppress(CollectiveError):
             sent = all_gather_objects(state() if sender == dist.get_rank() else None)[sender]
@@ -104,5 +117,5 @@ class FollowedLoop:
 
 
 def present_ranks() -> tuple[int, int]:
-    """This rank, and how many there are."""
+    """Returns this rank and the number of ranks."""
     return dist.get_rank(), dist.get_world_size()

@@ -1,11 +1,14 @@
 """A script's loop over torch DataLoaders of its own, which continues through faults.
 
-A survivor's is a `FollowedLoop`. A new rank's begins where the lost rank's was: a finished epoch
-yields nothing, the current one its rest. Both need a script that leaves its place to the loader,
-one that reads neither `engine.global_steps` nor a checkpoint before its first step; and batches
-that belong to the step in which they are read. Where torch's DistributedSampler orders them, they
-are cut for other ranks; else the loop continues only if the worker keeps its rank and the number of
-ranks is the same.
+On a surviving rank the loop is a `FollowedLoop`. On a new rank the script begins again, and its
+loop continues where the lost rank's was: a finished epoch yields nothing, and the current epoch
+yields the batches that are left.
+
+Both require a script that leaves its position to the loader, that is, one that reads neither
+`engine.global_steps` nor a checkpoint before its first step; and that trains on each batch in the
+step in which it reads the batch. If torch's DistributedSampler orders the samples, they are divided
+among any number of ranks. Otherwise the loop continues only if the worker keeps its rank, and the
+number of ranks stays the same.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from rayzero.engine.errors import CollectiveError
 from rayzero.engine.state.metadata import capture_rng, restore_rng
 from rayzero.workers.launch.adapters import Original, wrap
 from rayzero.workers.launch.followed_loop import FollowedLoop, present_ranks
-from rayzero.workers.launch.kept_schedules import KeptSchedules
+from rayzero.workers.launch.kept_schedules import KeptSchedules, StepwiseSchedules
 from rayzero.workers.launch.read_batches import (
     Batch,
     check_ranks,
@@ -58,31 +61,32 @@ class OwnLoaders:
     """The DataLoaders that a script trains on. Used by the training thread.
 
     Attributes:
-        schedules: those that the script has made, in their order.
-        loop: in which the script stays; None before it has read anything, and where it does not.
-        copies: the script changes its batches in place.
+        schedules: the learning-rate schedules that the script has made.
+        stepwise: follows them if the script trains on the loader of `training_data=` instead.
+        loop: the loop that the script stays in through faults. None before the script has read a
+            batch, and if it cannot stay.
+        copies: whether the script changes its batches in place, so that copies must be kept.
     """
 
     def __init__(self, session: JobSession) -> None:
         self.schedules = KeptSchedules()
+        self.stepwise = StepwiseSchedules(session, self.schedules)
         self.loop: FollowedLoop | None = None
         self.copies = False
         self._session = session
         self._readings: list[_Reading] = []
-        self._found: dict[str, Any] = {}  # in the restored state: the place of this rank
-        self._is_cut = False  # by a DistributedSampler, which can cut for other ranks
+        self._found: dict[str, Any] = {}  # the position in the restored state
+        self._is_cut = False  # a DistributedSampler divides the samples, for any number of ranks
         self._micro_steps = self._first_step = 0
         self._has_given_up = False
-        # Finished and lost steps, and the generation, by `follow_schedules`.
-        self._seen: tuple[int, int, int] | None = None
         session.registry.register(_STATE, self._place, self._find)
 
     def iterate(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """An iteration over a loader; `begin` begins it as torch does."""
+        """Returns an iteration over a loader. `begin` is torch's own `__iter__`."""
         engine = self._session.engine
         if engine is None or not self._follows(engine):
             return begin()
-        reading = next((it for it in self._readings if it.loader is loader), None)
+        reading = next((known for known in self._readings if known.loader is loader), None)
         if reading is None:
             check_sampler(loader)
             reading = _Reading(loader, self, engine)
@@ -114,15 +118,20 @@ class OwnLoaders:
         return reading
 
     def _own_batches(self, engine: Engine, batches: int) -> int:
-        """This rank's part of what `batches` of each rank of the restored state were."""
+        """Returns how many batches this rank leaves out of an epoch of which each rank of the
+        restored state had read `batches`."""
         ranks = present_ranks()[1]
         if has_constant_batches(engine) or ranks == self._found["ranks"]:
             return int(batches * self._found["ranks"] // ranks)
         return batches // int(self._found["micro_steps"]) * engine.settings.batches.micro_steps
 
     def await_change(self, engine: Engine) -> bool:
-        """Called where an epoch is over: whether its last steps were lost since, or the ranks are
-        others. Waits for all ranks if some are missing; they meet in the next epoch."""
+        """Waits at the end of an epoch until all ranks are present, if some are missing.
+
+        Returns:
+            Whether steps of the epoch were lost, or the ranks changed, so that the epoch may have
+            more batches.
+        """
         loop = self.loop
         is_same = loop is None or not (engine.survival.local_reason or loop.has_changed)
         if loop is None or is_same or not self._follows(engine):
@@ -134,9 +143,12 @@ class OwnLoaders:
         return True
 
     def begin_batch(self, engine: Engine) -> None:
-        """Called before a batch is yielded. Waits for all ranks where some are new; finds the
-        batches to be yielded again. Raises CollectiveError if there are some that cannot be: the
-        script is run again."""
+        """Waits before a batch until all ranks are present, and puts the batches of a lost step in
+        front of it.
+
+        Raises:
+            CollectiveError: these batches cannot be yielded again. The script is run again.
+        """
         if not self._follows(engine):
             return
         if self.loop is None:
@@ -151,43 +163,19 @@ class OwnLoaders:
         self._follow_step(loop, engine)
         self._meet(loop)
 
-    def follow_schedules(self, engine: Engine) -> None:
-        """Called where a step may begin: the script's schedules go where the job goes, if its loop
-        is over the loader of `training_data=`. Raises CollectiveError where they cannot: the script
-        is run again."""
-        if engine.training_dataloader is None or self._has_given_up:
-            return
-        progress, seen = engine.progress, self._seen
-        asks = progress.place_asked_at is not None  # a new worker's may, after finished epochs
-        if seen is None and asks and not self._found:
-            self._has_given_up = True
-            return
-        self._seen = progress.step, progress.lost_steps, self._session.assignment.generation
-        if seen is None:
-            self._begin_schedules(engine)
-        if seen is None or progress.step > seen[0]:
-            self.schedules.keep(progress.step)
-        elif self._seen != seen and self.schedules:  # the step begins again, or an earlier one
-            self.schedules.restore(progress.step)
-
-    def _begin_schedules(self, engine: Engine) -> None:
-        given = getattr(engine, "lr_scheduler", None)  # goes back with the engine
-        self.schedules[:] = [it for it in self.schedules if it is not given]
-        self.schedules.catch_up(self._found.get("schedules", []))
-
     def _begin_to_follow(self, engine: Engine) -> FollowedLoop:
         self._session.follow_loop(engine)
-        self._begin_schedules(engine)
+        self.schedules.begin(engine, self._found)
         self.loop = FollowedLoop(self._session, engine, self.schedules)
         batches = engine.settings.batches
         self._micro_steps = batches.micro_steps
         self._is_cut = has_constant_batches(engine) and all(
-            is_cut_by_sampler(it.loader, batches.micro_batch) for it in self._readings
+            is_cut_by_sampler(reading.loader, batches.micro_batch) for reading in self._readings
         )
         return self.loop
 
     def _follow_step(self, loop: FollowedLoop, engine: Engine) -> None:
-        """A step has ended, or was lost, or neither, since the last batch."""
+        """Handles that since the previous batch a step has ended, or was lost, or neither."""
         began, read = loop.step, loop.kept.get(loop.step, [])
         has_changed = loop.follow()
         if loop.step > began:
@@ -198,7 +186,8 @@ class OwnLoaders:
             self._recut(loop, engine)
 
     def _end_step(self, loop: FollowedLoop, began: int, read: list[tuple[_Reading, Batch]]) -> None:
-        """Gives up where a step's batches were not read in it, as by a script that reads ahead."""
+        """Stops following a script that has read the step's batches before the step, or read
+        another number of batches than a step has."""
         counts = Counter(id(reading) for reading, _ in read)
         in_step = loop.step == began + 1 and {*counts.values()} == {self._micro_steps}
         if read and not in_step:
@@ -208,8 +197,9 @@ class OwnLoaders:
         self.copies = self.copies or any(batch.is_changed for _, batch in read)
 
     def _go_back(self, loop: FollowedLoop, began: int) -> None:
-        """The job is at a step which some batches were read for already. They are yielded again."""
-        lost = [it for at in sorted(loop.kept) if at >= loop.step for it in loop.kept.pop(at)]
+        """Puts the batches of the lost steps in front, to be yielded again."""
+        lost_steps = sorted(step for step in loop.kept if step >= loop.step)
+        lost = [read for step in lost_steps for read in loop.kept.pop(step)]
         is_left = any(batch.epoch != reading.epochs or batch.is_changed for reading, batch in lost)
         if is_left or (loop.step < began and not lost):
             raise CollectiveError(
@@ -221,8 +211,11 @@ class OwnLoaders:
             reading.ahead.appendleft(batch)
 
     def _recut(self, loop: FollowedLoop, engine: Engine) -> None:
-        """Cuts the epoch's rest for the present ranks. Raises CollectiveError where that cannot be:
-        the script is run again."""
+        """Divides the rest of the epoch among the present ranks.
+
+        Raises:
+            CollectiveError: the rest cannot be divided among them. The script is run again.
+        """
         batches, ranks = engine.settings.batches, present_ranks()
         for reading in self._readings:
             each, rest = divmod(reading.batches * loop.ranks[1], ranks[1])
@@ -242,31 +235,34 @@ class OwnLoaders:
         self._session.engines.enable(None)
 
     def _follows(self, engine: Engine) -> bool:
-        """Whether the script trains now, on loaders of its own."""
+        """Returns whether the script is training on loaders of its own, and not evaluating."""
         if self._has_given_up or (self._session.loop.divides_steps and not self._is_cut):
             return False
         has_own = engine.training_dataloader is None
         return has_own and engine.module.training and torch.is_grad_enabled()
 
     def _meet(self, loop: FollowedLoop) -> None:
-        """Gives the schedules to new ranks. Raises CollectiveError if their loops are elsewhere
-        than those of the others. Collective."""
+        """Sends the schedules' states to new ranks. Collective.
+
+        Raises:
+            CollectiveError: the ranks' loops are at different positions.
+        """
         places = [(reading.epochs, reading.batches) for reading in self._readings]
         reported = loop.meet(places) or []
-        if any(other != places for _, other in reported):
+        if any(reported_places != places for _, reported_places in reported):
             self._give_up()
             raise CollectiveError(
                 f"the ranks' loops over DataLoaders are not at one place: {reported}"
             )
-        knows = [it for it, _ in reported]
+        knows = [knows_state for knows_state, _ in reported]
         if any(knows) and (states := loop.send(knows.index(True), self.schedules.states)):
             self.schedules.load(states)
             self.schedules.keep(loop.step)
 
     def _place(self) -> dict[str, Any]:
-        """Returns the loop's position, for the training state."""
+        """Returns the position of the loop and the schedules, for the training state."""
         loop, engine = self.loop, self._session.engine
-        if self._seen is not None:
+        if self.stepwise.has_begun:
             return {"schedules": self.schedules.plain_states()}
         if loop is None or engine is None:
             return {}
@@ -281,18 +277,20 @@ class OwnLoaders:
         }
 
     def _find(self, found: dict[str, Any]) -> None:
-        self._found = found
+        self._found = self.stepwise.found = found
 
 
 class _Reading:
     """A script's iterations over one DataLoader, one at a time.
 
     Attributes:
-        epochs: iterations begun.
-        batches: of the present iteration, that were yielded, less those to be yielded again.
-        rng: torch's random state where it began.
-        source: its batches; None where it yields nothing.
-        ahead: the next ones: those to be yielded again, and one that was read.
+        epochs: how many iterations have begun.
+        batches: how many batches the present iteration has yielded, without those that are to be
+            yielded again.
+        rng: torch's random state at the start of the iteration.
+        source: the iteration's batches; None if it yields nothing.
+        ahead: the batches that come next: those to be yielded again, and then at most one that was
+            read from `source`.
     """
 
     def __init__(self, loader: Any, loaders: OwnLoaders, engine: Engine) -> None:
@@ -306,7 +304,7 @@ class _Reading:
         self._begin: Callable[[], Iterator[Any]] = lambda: iter(())
 
     def open(self, begin: Callable[[], Iterator[Any]]) -> None:
-        """Begins another iteration, which has no batches yet."""
+        """Begins another iteration, without batches until `source` is set."""
         self.epochs, self.batches = self.epochs + 1, 0
         self.rng = torch.get_rng_state()
         self.source = None
@@ -314,7 +312,7 @@ class _Reading:
         self._begin = begin
 
     def restart(self, batches: int) -> None:
-        """Continues behind the first `batches`."""
+        """Continues the iteration after its first `batches` batches."""
         self.batches = batches
         self.ahead.clear()
         if self.source is not None:
@@ -333,13 +331,13 @@ class _Reading:
             if not loaders.await_change(engine):
                 raise StopIteration
         loaders.begin_batch(engine)
-        if not self._has_next():  # cut for other ranks
+        if not self._has_next():  # the epoch was divided among other ranks, and has ended
             raise StopIteration
         batch = self.ahead.popleft()
         self.batches += 1
         if (loop := loaders.loop) is not None:
             loop.kept.setdefault(loop.step, []).append((self, batch))
-        if batch.rng is not None:  # the engine may have gone back to where it was not read
+        if batch.rng is not None:  # the engine may have gone back to before the batch was read
             restore_rng(batch.rng, engine.device)
         return batch.value()
 
@@ -357,7 +355,7 @@ class _Reading:
 
 
 def follow_own_loaders(session: JobSession) -> None:
-    """Follows the script that this thread is about to run."""
+    """Follows the loaders and schedules of the script that this thread is about to run."""
     _patch()
     session.loop.own_loaders = OwnLoaders(session)
 
@@ -370,7 +368,7 @@ def _patch() -> None:
 
 
 def _iterate(session: JobSession, begin: Original, loader: Any) -> Any:
-    """A DataLoader's `__iter__`."""
+    """Replaces a DataLoader's `__iter__`."""
     loaders: OwnLoaders | None = session.loop.own_loaders
     if loaders is None or type(loader).__iter__ is not DataLoader.__iter__:  # Accelerate's
         return begin(loader)
@@ -380,8 +378,11 @@ def _iterate(session: JobSession, begin: Original, loader: Any) -> Any:
 def _note_schedule(
     session: JobSession, init: Original, schedule: Any, *args: Any, **options: Any
 ) -> None:
-    """A schedule's `__init__`, which one of a subclass calls, too."""
+    """Replaces a schedule's `__init__`. A subclass and its base class both call it."""
     init(schedule, *args, **options)
     loaders: OwnLoaders | None = session.loop.own_loaders
-    if loaders is not None and not any(it is schedule for it in loaders.schedules):
-        loaders.schedules.append(schedule)
+    if loaders is None:
+        return
+    made = loaders.schedules.schedules
+    if not any(known is schedule for known in made):
+        made.append(schedule)

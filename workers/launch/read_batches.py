@@ -1,4 +1,5 @@
-"""Batches that a script has read of a torch DataLoader: to yield again, and to leave out."""
+"""Keeps the batches that a script reads from a torch DataLoader, and leaves out those of steps that
+the job has trained on."""
 
 from __future__ import annotations
 
@@ -24,14 +25,16 @@ _begin: Callable[[Any], Iterator[Any]] = DataLoader.__iter__  # before a script'
 
 
 class Batch:
-    """A batch as it was read.
+    """A batch as it was read from its loader.
 
     Args:
-        epoch: the iteration of its loader, counted from 1.
-        copies: keeps copies of its tensors, which the script changes; else they are shared.
+        epoch: the loader's iteration, counted from 1.
+        copies: whether to keep copies of the tensors, for a script that changes them in place.
+            Otherwise the tensors are shared with the script.
 
     Attributes:
-        rng: the random states after the first batch of an epoch, whose order was drawn before it.
+        rng: for the first batch of an epoch, the random states after it was read: reading it has
+            drawn the epoch's order. Otherwise None.
     """
 
     def __init__(self, value: Any, epoch: int, *, copies: bool) -> None:
@@ -43,11 +46,11 @@ class Batch:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the script has changed a tensor of it in place."""
+        """Whether the script has changed one of the tensors in place."""
         return self._versions != self._count_changes()
 
     def value(self) -> Any:
-        """Returns new containers with the tensors, or with copies of them."""
+        """Returns new containers of the kept tensors, or of copies of them."""
         return map_tensors(self._kept, Tensor.clone if self._copies else Tensor.detach)
 
     def _count_changes(self) -> list[int]:
@@ -56,8 +59,8 @@ class Batch:
 
 
 def leave_out_epoch(loader: Any, epoch: int) -> None:
-    """Draws what an epoch, counted from 1, draws from the generators of a loader and its sampler;
-    torch's global one stays as it is."""
+    """Advances the generators of a loader and its sampler as an epoch, counted from 1, does; but not
+    torch's global generator."""
     with torch.random.fork_rng(devices=[]):
         if epoch == 1 or not loader.persistent_workers:
             _draw_seed(loader)
@@ -66,16 +69,20 @@ def leave_out_epoch(loader: Any, epoch: int) -> None:
 
 
 def keep_seed(loader: Any) -> None:
-    """Has a loader whose workers persist draw their seed from a copy of its generator: another
-    process, which began an earlier epoch, has drawn it."""
+    """Makes a loader with persistent workers draw their seed from a copy of its generator. The
+    process that began the loader's first epoch has drawn the seed from the generator itself."""
     given = loader.generator
     state = torch.get_rng_state() if given is None else given.get_state()
     loader.generator = torch.Generator().set_state(state)
 
 
 def iterate_behind(loader: Any, batches: int, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    """An iteration without the first `batches`, which are not loaded if a sampler orders them.
-    Workers that persist are begun by the loader itself."""
+    """Returns an iteration without its first `batches` batches. These are not even loaded if a
+    sampler orders the samples, and the loader's workers do not persist.
+
+    Args:
+        begin: torch's own `__iter__` of the loader.
+    """
     if loader.batch_sampler is None or loader.persistent_workers:
         rest = begin()
         for _ in islice(rest, batches):
@@ -93,8 +100,8 @@ def iterate_behind(loader: Any, batches: int, begin: Callable[[], Iterator[Any]]
 
 
 def _draw_seed(loader: Any) -> None:
-    """Draws the seed of a DataLoader's workers, before its sampler draws its own: in each epoch,
-    or once if the workers persist."""
+    """Draws the seed of a DataLoader's workers, as the loader does before its sampler draws an
+    order: in each epoch, or once if the workers persist."""
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 
@@ -106,21 +113,28 @@ def random_state_of(state: Tensor) -> Iterator[None]:
 
 
 def has_constant_batches(engine: Engine) -> bool:
-    """Whether neither the global batch nor the micro-batch depends on the number of ranks."""
+    """Returns whether both the global batch and the micro-batch are independent of the number of
+    ranks."""
     config = engine.settings.config
     return None not in (config.train_batch_size, config.train_micro_batch_size_per_gpu)
 
 
 def is_cut_by_sampler(loader: Any, micro_batch: int) -> bool:
-    """Whether a loader's batches are micro-batches that a DistributedSampler orders."""
-    own = type(loader.sampler) in (DistributedSampler, StreamSampler)
-    own = own and type(loader.batch_sampler) is BatchSampler
-    return own and loader.batch_size == micro_batch
+    """Returns whether a loader's batches are micro-batches whose samples a DistributedSampler
+    divides among the ranks."""
+    return (
+        type(loader.sampler) in (DistributedSampler, StreamSampler)
+        and type(loader.batch_sampler) is BatchSampler
+        and loader.batch_size == micro_batch
+    )
 
 
 def check_ranks(loader: Any, ranks: int) -> None:
-    """Raises DataError if an iterable was read on another number of ranks: which samples it yields
-    on a rank is known to the script alone."""
+    """Checks that an iterable dataset is read by as many ranks as before.
+
+    Raises:
+        DataError: it is not. Only the script knows which samples the dataset yields on a rank.
+    """
     if isinstance(loader.dataset, IterableDataset) and ranks != dist.get_world_size():
         raise DataError(
             f"the iterable dataset {type(loader.dataset).__name__} was read by {ranks} ranks, now "
@@ -131,8 +145,11 @@ def check_ranks(loader: Any, ranks: int) -> None:
 
 
 def cut_for(loader: Any, rank: int, ranks: int) -> None:
-    """Makes a DistributedSampler cut for other ranks. The first batches of all are the same samples
-    on any number of ranks: each takes every so manieth of one order."""
+    """Makes a DistributedSampler divide its samples among another number of ranks.
+
+    Rank r takes the samples r, r + ranks, r + 2 * ranks, ... of one order. The first batches of all
+    ranks together are therefore the same samples for any number of ranks.
+    """
     sampler = loader.sampler
     samples = len(sampler.dataset)
     each = samples // ranks if sampler.drop_last else -(-samples // ranks)

@@ -1,7 +1,7 @@
 """`run_script`: the training function of a job with `launch:`, which runs a script as `__main__`.
 
-The script gets the worker's process group instead of one of its own, and `import deepspeed` is
-rayzero's. It runs once in a process, so nothing of what is prepared for it is undone.
+The script gets the worker's process group instead of one of its own, and `import deepspeed` imports
+rayzero's adapter. A process runs one script, so the changes that are made for it are never undone.
 """
 
 from __future__ import annotations
@@ -45,14 +45,17 @@ class ScriptExitError(RayzeroError):
 
 
 def run_script(ctx: Context) -> dict[str, Any] | None:
-    """Runs the script once, to its end. Returns what a try has measured; None of any other run.
+    """Runs the script once, to its end.
 
     Args:
         ctx: `args` are the fields of `launch:`, see `LaunchSpec`.
 
+    Returns:
+        What a short run for the autotuner has measured; otherwise None.
+
     Raises:
-        EntryPointError: there is no such script or module; or its arguments are wrong.
-        ScriptExitError: it called `sys.exit(n)`.
+        EntryPointError: there is no such script or module, or the script's arguments are wrong.
+        ScriptExitError: the script called `sys.exit(n)`, with an n other than 0.
     """
     session = current_session()
     if not isinstance(session, JobSession):
@@ -84,8 +87,8 @@ def run_script(ctx: Context) -> dict[str, Any] | None:
 
 
 def preload(args: dict[str, Any]) -> None:
-    """Imports what the script imports of large libraries at its top, in a process that waits for
-    its first generation. Errors are left to the script."""
+    """Runs those top-level imports of the script that load large libraries, in a process that waits
+    for its first generation. Errors are ignored: they occur again when the script runs."""
     if args.get("script") is None:
         return
     install_adapters(args["adapters"])
@@ -105,7 +108,7 @@ def _imported_package(node: ast.stmt) -> str:
 
 
 def _set_engine_config(args: dict[str, Any], session: JobSession) -> None:
-    """The stage and the config of the command line, for `initialize` without one."""
+    """Sets the config for an `initialize` without one, from the command line's stage and file."""
     stage, file = args["stage"], args["deepspeed_config"]
     if stage is None and file is None:
         return
@@ -132,18 +135,18 @@ def _tell_start(ctx: Context, session: JobSession) -> None:
 
 
 def _set_program(args: dict[str, Any], target: str) -> None:
-    """`sys.argv` and `sys.path` as python itself would set them for the script."""
+    """Sets `sys.argv` and `sys.path` as Python does for a script."""
     sys.argv = [target, *args["args"]]
     sys.path.insert(0, os.getcwd() if args["module"] else str(Path(target).resolve().parent))
 
 
 def _lend_process_group() -> None:
-    """`init_process_group` takes the worker's default group; `destroy_process_group` leaves that
-    alone, and ends groups of the script's own."""
+    """Makes `init_process_group` keep the worker's default group, and `destroy_process_group` end
+    only groups that the script has made."""
     end = c10d.destroy_process_group
 
     def init_process_group(*args: Any, **options: Any) -> None:
-        """There is one already."""
+        """Does nothing: the worker's group exists."""
 
     def destroy_process_group(group: Any = None) -> None:
         if group not in (None, dist.group.WORLD):
@@ -156,8 +159,8 @@ def _lend_process_group() -> None:
 
 
 def _keep_files(session: JobSession) -> None:
-    """`torch.save` leaves the files of finished epochs as they are: the script of a new worker
-    comes to those epochs with the weights of a later step."""
+    """Makes `torch.save` keep the existing files of finished epochs. The script of a new worker
+    reaches those epochs with the weights of a later step."""
     save = torch.save
 
     @wraps(save)
@@ -173,8 +176,9 @@ def _keep_files(session: JobSession) -> None:
 
 
 def _collect_exits() -> list[Callable[[], object]]:
-    """The functions that the script gives to `atexit`, from now on: the worker's process is killed
-    some time after the script's end. What a module gives while it is imported is left to Python."""
+    """Collects the functions that the script registers with `atexit` from now on, to be called at
+    the script's end: the worker's process is later killed. Functions that a module registers while
+    it is imported are left to Python."""
     register = atexit.register
     exits: list[Callable[[], object]] = []
 
@@ -189,7 +193,8 @@ def _collect_exits() -> list[Callable[[], object]]:
 
 
 def _is_called_by_script(frame: FrameType | None) -> bool:
-    """Whether the script calls it, directly or not, and no import is between them."""
+    """Returns whether the frame was called by the script, directly or not, without an import in
+    between."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return False
@@ -224,12 +229,17 @@ def _execute(args: dict[str, Any], target: str) -> None:
 
 
 def _is_runpys(error: BaseException) -> bool:
-    """Whether runpy itself raised it: it found no such module."""
+    """Returns whether runpy itself raised the error, because it found no such module."""
     return traceback.extract_tb(error.__traceback__)[-1].filename == "<frozen runpy>"
 
 
 def _check_exit(exited: SystemExit, target: str) -> None:
-    """Returns for an exit of success. Raises what the exit says, with its place."""
+    """Checks a `sys.exit` of the script.
+
+    Raises:
+        EntryPointError: argparse ended the script, because its arguments are wrong.
+        ScriptExitError: the exit code is not 0. The text names the line that called `sys.exit`.
+    """
     if exited.code in (None, 0):
         return
     frames = traceback.extract_tb(exited.__traceback__)

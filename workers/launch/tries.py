@@ -22,8 +22,8 @@ log = logging.getLogger("rayzero.workers")
 
 
 class TryEndedError(BaseException):
-    """The try is over; `result` is what was measured, as JSON. Not an Exception: the script must
-    not handle it."""
+    """Ends a short run of a script; `result` is what was measured, as JSON. It is no Exception, so
+    that the script does not handle it."""
 
     def __init__(self, result: dict[str, Any]) -> None:
         super().__init__("the try is over")
@@ -31,12 +31,14 @@ class TryEndedError(BaseException):
 
 
 class ScriptSettings:
-    """The session of a launched script calls it, in the training thread.
+    """Overrides the settings of a launched script, and ends a run that is only to be measured. Its
+    methods are called by the script's session, in the training thread.
 
     Args:
-        overrides: of the script's config, as `merge_config` takes them.
-        timed_steps: the first and the last step that is timed; the last ends the script. Empty: it
-            ends where it builds its engine, with the planner's estimates. None: at its own end.
+        overrides: changes to the script's config, as `merge_config` takes them.
+        timed_steps: the first and the last step to time; the script ends after the last one. If
+            empty, the script ends where it builds its engine, with the planner's estimates. If
+            None, it runs to its own end.
     """
 
     def __init__(
@@ -56,7 +58,11 @@ class ScriptSettings:
         self._input_shape: list[int] = []
 
     def adapt_config(self, config: ConfigSource | None) -> ConfigSource | None:
-        """Raises ConfigError if a plan is wanted, and no stage is valid with the config."""
+        """Returns the config with the overrides.
+
+        Raises:
+            ConfigError: the planner's estimates are wanted, and no stage is valid with the config.
+        """
         if self._timed_steps is None and not self._overrides:
             return config
         self._document = {} if config is None else read_config(config)
@@ -76,7 +82,7 @@ class ScriptSettings:
         return next(iter(self._by_stage.values()))
 
     def on_model(self, model: nn.Module) -> None:
-        """Raises TryEndedError if only the plan is wanted."""
+        """Raises TryEndedError with the planner's estimates, if only these are wanted."""
         if self._timed_steps:
             model.register_forward_pre_hook(self._note_shape, with_kwargs=True)
         elif self._timed_steps is not None:
@@ -112,7 +118,8 @@ class ScriptSettings:
             self._input_shape = list(first.shape)
 
     def _held_bytes(self, model: nn.Module, stage: int) -> int:
-        """Estimates the bytes on the device between two steps; 0 if the model cannot be planned."""
+        """Estimates the bytes that a rank holds on its device between two steps. Returns 0 if the
+        model cannot be copied to the meta device."""
         from rayzero.engine.planning.search import MemoryEstimate  # imports torch's compiler
 
         config = parse_config(self._by_stage[stage])

@@ -16,8 +16,7 @@ from rayzero.engine.data.sampling import TrainingProgress
 from rayzero.engine.errors import CollectiveError
 from rayzero.workers.launch import followed_loop
 from rayzero.workers.launch.followed_loop import FollowedLoop
-from rayzero.workers.launch.kept_schedules import KeptSchedules
-from rayzero.workers.launch.own_loader import OwnLoaders
+from rayzero.workers.launch.kept_schedules import KeptSchedules, StepwiseSchedules
 
 
 class Job:
@@ -39,7 +38,7 @@ class Job:
         await_group = SimpleNamespace(await_group=lambda: self.waits.append("group"))
         engine: Any = SimpleNamespace(progress=self.progress, survival=await_group)
         schedules = KeptSchedules()
-        schedules.append(self.schedule)
+        schedules.schedules.append(self.schedule)
         self.followed = FollowedLoop(session, engine, schedules)
 
     def end_step(self) -> None:
@@ -136,7 +135,8 @@ def test_new_members_get_a_survivors_state_once(
 def make_schedules(kind: str) -> KeptSchedules:
     """Those of a script, in the order in which it makes them; the one that it steps is last."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    made = KeptSchedules()
+    kept = KeptSchedules()
+    made = kept.schedules
     if kind == "exponential":
         made.append(lr_scheduler.ExponentialLR(optimizer, 0.9))
     elif kind == "plateau":
@@ -149,20 +149,20 @@ def make_schedules(kind: str) -> KeptSchedules:
         made.append(lr_scheduler.ConstantLR(optimizer, 0.1, total_iters=4))
         made.append(lr_scheduler.ExponentialLR(optimizer, 0.9))
         made.append(lr_scheduler.ChainedScheduler([*made], optimizer))
-    return made
+    return kept
 
 
 def rates_of(
-    made: KeptSchedules, steps: Iterable[int], *value: float, every: int = 1
+    kept: KeptSchedules, steps: Iterable[int], *value: float, every: int = 1
 ) -> Iterator[Any]:
     """Steps as a script does: after the engine, whose state has the schedules before that; it is
     copied at each `every`-th step."""
     for step in steps:
-        made[-1].optimizer.step()
-        inside = made.plain_states() if step % every == 0 else None
-        made[-1].step(*value)
-        made.keep(step)
-        yield made[-1].optimizer.param_groups[0]["lr"], inside
+        kept.schedules[-1].optimizer.step()
+        inside = kept.plain_states() if step % every == 0 else None
+        kept.schedules[-1].step(*value)
+        kept.keep(step)
+        yield kept.schedules[-1].optimizer.param_groups[0]["lr"], inside
 
 
 @pytest.mark.parametrize("kind", ["exponential", "sequential", "chained"])
@@ -181,24 +181,21 @@ def test_values_that_no_checkpoint_has_are_named(caplog: pytest.LogCaptureFixtur
     *_, (_, inside) = rates_of(make_schedules("plateau"), range(1, 4), 1.0)
     again = make_schedules("plateau")
     again.catch_up(inside)
-    assert again[0].last_epoch == 2
+    assert again.schedules[0].last_epoch == 2
     assert "without the last 1 of" in caplog.text
 
 
 @pytest.mark.parametrize("has_own", [False, True])
 def test_only_a_script_with_schedules_is_run_again_where_they_are_not_kept(has_own: bool) -> None:
     """Over the loader of `training_data=`, in a worker that was new at step 5."""
-    session: Any = SimpleNamespace(
-        assignment=SimpleNamespace(generation=3),
-        registry=SimpleNamespace(register=lambda *_: None),
-    )
+    session: Any = SimpleNamespace(assignment=SimpleNamespace(generation=3))
     progress = TrainingProgress(step=5)
     engine: Any = SimpleNamespace(
         training_dataloader=object(), lr_scheduler=None, progress=progress
     )
-    loaders = OwnLoaders(session)
-    loaders.schedules.extend(make_schedules("exponential") if has_own else [])
-    loaders.follow_schedules(engine)
+    kept = make_schedules("exponential") if has_own else KeptSchedules()
+    followed = StepwiseSchedules(session, kept)
+    followed.follow(engine)
     progress.lose_step(TrainingProgress(step=4))
     with pytest.raises(CollectiveError, match="not kept") if has_own else nullcontext():
-        loaders.follow_schedules(engine)
+        followed.follow(engine)
