@@ -59,7 +59,7 @@ class Batch:
 
 
 def leave_out_epoch(loader: Any, epoch: int) -> None:
-    """Advances the generators of a loader and its sampler as an epoch, counted from 1, does; but not
+    """Advances the generators of a loader and its sampler as an epoch, counted from 1, does; not
     torch's global generator."""
     with torch.random.fork_rng(devices=[]):
         if epoch == 1 or not loader.persistent_workers:
