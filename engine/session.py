@@ -157,6 +157,14 @@ class HostSession:
     def on_engine_closed(self) -> None:
         """The engine cannot be used any more."""
 
+    def begin_epoch(self) -> None:
+        """An iteration of a script that is run again from its start begins: over an epoch of a
+        loader that the script trains on."""
+
+    def end_epoch(self, *, is_left_out: bool) -> None:
+        """That iteration has ended. `is_left_out`: it has yielded nothing, because the epoch was
+        finished before the script was run again."""
+
     def on_phase(self, name: str) -> None:
         """The training thread entered a phase: data, forward, backward, reduce, update, gather;
         again and again `SAMPLES_PHASE` while it waits for samples that others make;

@@ -104,6 +104,12 @@ class JobSession(GenerationSession):
         self.loop.yields_again = True
         engine.survival.follow_host_loader()
 
+    def begin_epoch(self) -> None:
+        self._own_collectives.begin_epoch(self.registry)
+
+    def end_epoch(self, *, is_left_out: bool) -> None:
+        self._own_collectives.end_epoch(is_left_out=is_left_out)
+
     def on_engine_ready(self, engine: Engine, name: str = "") -> None:
         if not name:
             self.engine = engine
@@ -340,6 +346,12 @@ class EngineSession(HostSession):
 
     def on_engine_closed(self) -> None:
         self._job.on_engine_closed(self._name)
+
+    def begin_epoch(self) -> None:
+        self._job.begin_epoch()
+
+    def end_epoch(self, *, is_left_out: bool) -> None:
+        self._job.end_epoch(is_left_out=is_left_out)
 
     def on_phase(self, name: str) -> None:
         self._job.on_phase(name, self._engine)

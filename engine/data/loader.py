@@ -20,7 +20,7 @@ from rayzero.engine.data.sample_source import SampleSource
 from rayzero.engine.data.sampling import StepSplit
 from rayzero.engine.data.yielded_batch import YieldedBatch
 from rayzero.engine.errors import CollectiveError, EngineError
-from rayzero.engine.session import Reforming
+from rayzero.engine.session import HostSession, Reforming
 
 _SIGN_INTERVAL_S = 0.1
 """How often a training thread that waits for a source shows that it lives, and looks if it is to
@@ -91,13 +91,19 @@ class StepLoader:
         return self._steps_to_epoch_end(first) * self.micro_steps
 
     def __iter__(self) -> Iterator[Any]:
-        if not getattr(self._session, "replays_epochs", False):
+        session = self._session
+        if session is None or not getattr(session, "replays_epochs", False):
             return self._iterate(None)
         end = self._script_cursor = self._script_epoch_end()
         left = end - self._micro_batches.next_place()[0]
         self.progress.script_lag = -left if left <= 0 else None
-        left = max(0, left)
-        return self._iterate(left // self.progress.global_batch)
+        return self._iterate_script_epoch(session, max(0, left) // self.progress.global_batch)
+
+    def _iterate_script_epoch(self, session: HostSession, steps: int) -> Iterator[Any]:
+        is_left_out = bool(self.progress.script_lag)
+        session.begin_epoch()
+        yield from self._iterate(steps)
+        session.end_epoch(is_left_out=is_left_out)
 
     @property
     def is_replaying(self) -> bool:

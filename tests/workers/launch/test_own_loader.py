@@ -71,6 +71,17 @@ def test_loop_goes_on_where_it_is(
     assert entered[rank] == 2
     rates = {tuple(it) for it in read_notes(folder, "rates")}
     assert rates == {tuple(it) for it in read_notes(undisturbed, "rates")}
+    if step % STEPS_OF_EPOCH:  # else the state is older than what was called after its epoch
+        check_evaluations(folder, undisturbed)
+
+
+def check_evaluations(folder: Path, undisturbed: Path, *epochs: int) -> None:
+    """A new rank, whose weights are those of a later step, knows what the ranks have evaluated."""
+    expected = dict(read_notes(undisturbed, "evaluations"))
+    for epoch, value in read_notes(folder, "evaluations"):
+        assert value == pytest.approx(expected[epoch], abs=1e-9) or epoch not in (
+            epochs or expected
+        )
 
 
 @pytest.mark.parametrize("args", [("--habit", "changes"), ("--processes", "1")])
@@ -109,7 +120,7 @@ def test_files_of_finished_epochs_are_kept(
     ids=["epochs of whole steps", "a step over two epochs", "another sampler"],
 )
 def test_batches_are_cut_for_other_numbers_of_ranks_by_a_sampler(
-    tmp_path: Path, data: str, samples: int, entered: int
+    plain_runs: PlainRuns, tmp_path: Path, data: str, samples: int, entered: int
 ) -> None:
     """By a DistributedSampler. Any other script is entered again, and begins where the job is."""
     folder = run_killed(tmp_path, 1, 8, "--data", data, "--samples", str(samples), size=1)
@@ -117,6 +128,8 @@ def test_batches_are_cut_for_other_numbers_of_ranks_by_a_sampler(
     if data == "distributed":  # a part of one rank is another one than of two
         assert find_problems(folder, steps, samples, EPOCHS, unreported=[8]) == []
     assert entries(folder)[0] == entered
+    if samples == SAMPLES:
+        check_evaluations(folder, plain_runs("own_loader.py", "--data", data), 0)
     rates = dict(read_notes(folder, "rates"))
     assert rates == {step: pytest.approx(0.05 * 0.97**step) for step in range(1, steps + 1)}
 

@@ -126,7 +126,7 @@ def main() -> None:
                 note(args.out, "rates", [engine.progress.step, optimizer.param_groups[0]["lr"]])
             elif ends_step:
                 note(args.out, "lost", time.time())
-        evaluate(engine, rows_of_all)
+        note(args.out, "evaluations", [epoch, evaluate(engine, rows_of_all)])
         if args.save:
             engine.save_checkpoint(str(args.out / "saved"), tag=f"epoch{epoch}")
             if rank == 0:
