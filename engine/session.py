@@ -87,6 +87,22 @@ OTHER_LOADER = object()
 """In place of a loader of the engine's: one whose batches the host yields."""
 
 
+class ScriptEpochs:
+    """A host's services to the loaders of a script. Where a script is run again, it begins with the
+    first epoch."""
+
+    def begin_epoch(self) -> None:
+        """Called where an iteration begins over a loader that the script trains on."""
+
+    def end_epoch(self, *, is_left_out: bool) -> None:
+        """Called where that iteration ends.
+
+        Args:
+            is_left_out: it has yielded nothing, because the epoch was finished when the script was
+                run again.
+        """
+
+
 class HostSession:
     """A host's services to the engine, each with what it is without that host. All methods are
     called by the training thread.
@@ -95,6 +111,7 @@ class HostSession:
         engine_config: the job's engine config as a dict; None if the job has none.
         seed: the job's, which determines the data order.
         shares: each rank's share of a step's samples; empty for even shares.
+        epochs: None unless the function is a script, which begins each of its loops again.
         builds_alone: the other ranks have the engine that is about to be built, and are elsewhere.
         in_job: whether there is a host.
     """
@@ -103,6 +120,7 @@ class HostSession:
     engine_config: dict[str, Any] | None = None
     seed: int = 0
     shares: Sequence[float] = ()
+    epochs: ScriptEpochs | None = None
     builds_alone: bool = False
 
     def adapt_config(self, config: ConfigSource | None) -> ConfigSource | None:
@@ -156,14 +174,6 @@ class HostSession:
 
     def on_engine_closed(self) -> None:
         """The engine cannot be used any more."""
-
-    def begin_epoch(self) -> None:
-        """An iteration of a script that is run again from its start begins: over an epoch of a
-        loader that the script trains on."""
-
-    def end_epoch(self, *, is_left_out: bool) -> None:
-        """That iteration has ended. `is_left_out`: it has yielded nothing, because the epoch was
-        finished before the script was run again."""
 
     def on_phase(self, name: str) -> None:
         """The training thread entered a phase: data, forward, backward, reduce, update, gather;

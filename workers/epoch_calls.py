@@ -9,15 +9,20 @@ those of the other ranks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from rayzero.engine.comm.process_group import all_gather_objects
 from rayzero.engine.device import get_device
+from rayzero.engine.session import ScriptEpochs
+from rayzero.engine.state.registry import StateRegistry
 
+_STATE = "rayzero.epoch_calls"
 log = logging.getLogger("rayzero.workers")
 
 MAX_BYTES = 4 << 20
@@ -34,6 +39,14 @@ class EpochCall:
 
     name: str
     tensors: list[Tensor]
+
+
+class ScriptPhase(Enum):
+    """Where a script's process is, compared with the other ranks."""
+
+    BEGINNING = "all ranks have begun the script, and none has finished a step"
+    JOINING = "its peers are in their loops, where it will come"
+    TRAINING = "it is in its loop, with its peers"
 
 
 class EpochCalls:
@@ -104,3 +117,76 @@ class EpochCalls:
             tensors = [] if ordered[0].shape == (0,) else ordered
             self._calls.setdefault(called_after, []).append(EpochCall(name, tensors))
             self._bytes += sum(tensor.nbytes for tensor in tensors)
+
+
+class EpochReplay(ScriptEpochs):
+    """Keeps what is called after each epoch of a script, and repeats it in a new process. Used by
+    the training thread.
+
+    Attributes:
+        is_after_epoch: whether the script is between two epochs.
+        is_known: whether the calls that follow were made before.
+        is_agreeing: whether the ranks are agreeing on that.
+    """
+
+    def __init__(self, registry: StateRegistry, phase: Callable[[], ScriptPhase]) -> None:
+        self.is_after_epoch = self.is_known = self.is_agreeing = False
+        self._registry = registry
+        self._phase = phase
+        self._calls = EpochCalls()
+        self._begun = 0
+        self._repeated = 0
+
+    def begin_epoch(self) -> None:
+        if _STATE not in self._registry:
+            self._registry.register(_STATE, self._calls.encode, self._calls.load)
+        self._begun += 1
+        self.is_after_epoch = self.is_known = False
+
+    def end_epoch(self, *, is_left_out: bool) -> None:
+        self._repeated = 0
+        is_known = self._begun in self._calls
+        if is_left_out and self._phase() is ScriptPhase.BEGINNING:
+            # A rank that was new when its peers evaluated lacks what they know.
+            self.is_agreeing = True
+            is_known = all(all_gather_objects(is_known))
+            self.is_agreeing = False
+        if not is_known and self._phase() is not ScriptPhase.JOINING:
+            self._calls.begin(self._begun)
+        self.is_after_epoch, self.is_known = True, is_known
+
+    @property
+    def records(self) -> bool:
+        """Whether the results of the present call are kept."""
+        return (
+            self.is_after_epoch and not self.is_known and self._phase() is not ScriptPhase.JOINING
+        )
+
+    def record(self, name: str, outputs: Sequence[Tensor]) -> None:
+        self._calls.add(self._begun, name, outputs)
+
+    def replays(self, name: str, outputs: Sequence[Tensor]) -> bool:
+        """Fills in what the call has returned the first time. Returns False if that was not kept,
+        or another call was made then."""
+        if not self.is_known:
+            self.forget()
+            return False
+        call = self._calls.get(self._begun, self._repeated)
+        self._repeated += 1
+        if call is None:
+            return False
+        if call.name != name:
+            self.forget()
+            self.is_known = False
+            return False
+        if [it.shape for it in call.tensors] != [it.shape for it in outputs]:
+            return False
+        for output, tensor in zip(outputs, call.tensors, strict=True):
+            output.copy_(tensor)
+        return bool(outputs)
+
+    def forget(self) -> None:
+        """Forgets what a member of the group has called after this epoch: a call had no peers, or
+        is not that of the first time."""
+        if self.is_after_epoch and self._phase() is not ScriptPhase.JOINING:
+            self._calls.drop(self._begun)

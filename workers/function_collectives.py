@@ -4,9 +4,8 @@ The members of a generation meet where a training step begins. A survivor comes 
 its loop, a new member from the function's start. So a new member calls what the function does
 before its first step when its peers do not: it gets what the same call returned when the function
 ran for the first time, which is part of the training state. The same holds for what a launched
-script calls after an epoch that is finished (`epoch_calls`), also where the script runs again on
-all ranks. What a new member calls in addition completes on it alone; and so does what a survivor
-calls after its group broke.
+script calls after finished epochs (`epoch_calls`). What a new member calls in addition completes on
+it alone; and so does what a survivor calls after its group broke.
 """
 
 from __future__ import annotations
@@ -18,18 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.engine.comm.elastic_group import CallHost
-from rayzero.engine.comm.process_group import all_gather_objects
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.layout.state_index import StateSource
 from rayzero.engine.recut import GroupSurvival
 from rayzero.engine.state.registry import StateRegistry, read_value
-from rayzero.workers.epoch_calls import EpochCalls
+from rayzero.workers.epoch_calls import EpochReplay, ScriptPhase
 from rayzero.workers.job_engines import JobEngines
 from rayzero.workers.process_group import is_collective_failure
 
 _STATE = "rayzero.collectives"
-_EPOCHS = "epochs"
 _NOT_JOINED = "this rank had not begun its first step, where the others wait for it"
 _OF_ONE_RANK = ("gather", "scatter", "reduce", "reduce_scatter", "alltoall", "all_to_all", "recv")
 """Beginnings of the names of collectives whose results differ from rank to rank."""
@@ -74,36 +71,21 @@ class FunctionCollectives(CallHost):
         self._before_first_step = True
         self._replayed = self._checked = 0
         self._has_groups = False
-        self._registered = False
-        self._after_epochs = EpochCalls()
-        self._epochs_begun = 0
-        self._epoch = 0  # the epoch after which the script is; 0 elsewhere
-        self._is_known = False  # what it called there, when it ran first
-        self._is_agreeing = False
+        self._epochs = EpochReplay(StateRegistry(), self._phase)
 
-    def begin_epoch(self, registry: StateRegistry) -> None:
-        """A launched script begins an iteration over data that it trains on."""
-        self._register(registry)
-        self._epochs_begun += 1
-        self._epoch = 0
-
-    def end_epoch(self, *, is_left_out: bool) -> None:
-        """The iteration that has begun last is over.
+    def follow_epochs(self, registry: StateRegistry) -> EpochReplay:
+        """Returns what is to be told where a script's epochs begin and end.
 
         Args:
-            is_left_out: it yielded nothing, because the job has trained on it. Collective if the
-                script is in its first one, on all ranks.
+            registry: makes the results of the calls after them part of the training state.
         """
-        epoch, self._replayed = self._epochs_begun, 0
-        self._is_known = epoch in self._after_epochs
-        if is_left_out and self._is_member and not self.has_begun:
-            # A rank that was new where its peers evaluated lacks what they have.
-            self._is_agreeing = True
-            self._is_known = all(all_gather_objects(self._is_known))
-            self._is_agreeing = False
-        if not self._is_known and self._is_member:
-            self._after_epochs.begin(epoch)
-        self._epoch = epoch
+        self._epochs = EpochReplay(registry, self._phase)
+        return self._epochs
+
+    def _phase(self) -> ScriptPhase:
+        if not self._is_member:
+            return ScriptPhase.JOINING
+        return ScriptPhase.TRAINING if self.has_begun else ScriptPhase.BEGINNING
 
     def engine_is_ready(self, engines: JobEngines, survival: GroupSurvival) -> None:
         """The function has built an engine, before its first step."""
@@ -150,24 +132,11 @@ class FunctionCollectives(CallHost):
         """The function outlives its generations. The results of its calls are kept for later new
         members, with the training state."""
         self.survival = self._engines
-        self._register(registry)
-
-    def _register(self, registry: StateRegistry) -> None:
-        if not self._registered:
-            self._registered = True
-            registry.register(_STATE, self._get, self._set)
-
-    def _get(self) -> dict[str, Any]:
-        return {**self._calls, _EPOCHS: self._after_epochs.encode()}
-
-    def _set(self, calls: dict[str, Any]) -> None:
-        if _EPOCHS in calls:
-            self._after_epochs.load(calls[_EPOCHS])
+        registry.register(_STATE, lambda: self._calls, lambda _: None)
 
     def _read_first_calls(self) -> None:
         read, self._read_calls = self._read_calls, None
         if read is not None and (calls := read()) is not None:
-            calls.pop(_EPOCHS, None)  # which the registry delivers
             self._calls = calls
 
     def local_reason(self) -> str:
@@ -177,11 +146,11 @@ class FunctionCollectives(CallHost):
         return survival.local_reason if survival is not None and survival.is_enabled else ""
 
     def repeats(self) -> bool:
-        return self._is_member and self._is_known and self._epoch > 0 and not self._is_agreeing
+        return self._is_member and self._epochs.is_known
 
     def replays(self, name: str, outputs: Sequence[Tensor]) -> bool:
-        if self._epoch:
-            return self._replays_epoch(name, outputs)
+        if self._epochs.is_after_epoch:
+            return self._epochs.replays(name, outputs) or not (self._is_member or outputs)
         if self._is_member or not outputs:
             return not self._is_member  # a barrier: the others are past it
         self._read_first_calls()
@@ -198,39 +167,14 @@ class FunctionCollectives(CallHost):
             output.copy_(tensor)
         return True
 
-    def _replays_epoch(self, name: str, outputs: Sequence[Tensor]) -> bool:
-        """Fills in what the call after the epoch has returned, unless that differs from rank to
-        rank: such a call is made again."""
-        if not self._is_known:
-            if self._is_member:  # its group is broken, so that it completes on this rank alone
-                self._after_epochs.drop(self._epoch)
-            return not self._is_member and not outputs
-        call = self._after_epochs.get(self._epoch, self._replayed)
-        self._replayed += 1
-        if call is None:
-            return False
-        if call.name != name:  # the script does something else than when it ran first
-            self._is_known = False
-            if self._is_member:
-                self._after_epochs.drop(self._epoch)
-            return False
-        if [it.shape for it in call.tensors] != [it.shape for it in outputs]:
-            return False
-        for output, tensor in zip(outputs, call.tensors, strict=True):
-            output.copy_(tensor)
-        return bool(outputs) or not self._is_member
-
     def records(self) -> bool:
-        if self._is_agreeing:
-            return False
-        if self._epoch:
-            return self._is_member and not self._is_known
+        if self._epochs.is_agreeing or self._epochs.is_after_epoch:
+            return self._epochs.records
         return self._before_first_step and self._is_member
 
     def record(self, name: str, outputs: Sequence[Tensor]) -> None:
-        if self._epoch:
-            kept = () if name.startswith(_OF_ONE_RANK) else outputs
-            self._after_epochs.add(self._epoch, name, kept)
+        if self._epochs.records:
+            self._epochs.record(name, () if name.startswith(_OF_ONE_RANK) else outputs)
             return
         if not outputs:
             return
@@ -246,7 +190,7 @@ class FunctionCollectives(CallHost):
             return False
         if not (self._is_generation_ended() or is_collective_failure(error)):
             return False
-        self._after_epochs.drop(self._epoch)
+        self._epochs.forget()
         survival.break_group(f"a collective of the training function failed: {error}")
         return True
 

@@ -14,7 +14,6 @@ from rayzero.workers.job_engines import JobEngines
 from rayzero.workers.ledger_writer import LedgerWriter
 from rayzero.workers.membership import Membership, ScriptLoop, SessionHost
 from rayzero.workers.messages import (
-    SCRIPT_ENTRYPOINT,
     Assignment,
     Restored,
     WentBack,
@@ -116,7 +115,7 @@ class GenerationSession(HostSession):
         CollectiveError, with a group that is broken, if that is ended meanwhile."""
         drained, engines = self._channel.drained, self.engines
         has_batch, step = engines.step.begins_in_forward, engines.state.step
-        continues = engines.can_continue(replays_epochs=self.replays_epochs)
+        continues = engines.can_continue(replays_epochs=self.epochs is not None)
         if self._channel.ending or not continues or (has_batch and step is None):
             self._leave_for_good()
         self._mirror.close()
@@ -146,12 +145,6 @@ class GenerationSession(HostSession):
         self.engines.enable(None)
         self._channel.reforming = False
         self._channel.leave()
-
-    @property
-    def replays_epochs(self) -> bool:
-        """The function is a script, which begins each of its loops again: a loader's first
-        iteration is the first epoch, also when that is finished."""
-        return self._spec.entrypoint == SCRIPT_ENTRYPOINT
 
     @property
     def restored_step(self) -> int:

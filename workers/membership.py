@@ -7,9 +7,10 @@ function's start, a survivor from the end of a step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rayzero.engine.session import ScriptEpochs
 from rayzero.workers.chaos.inject import WorkerFaultInjector
 from rayzero.workers.messages import Assignment
 from rayzero.workers.training_thread import GenerationChannel
@@ -38,6 +39,7 @@ class ScriptLoop:
         yields_again: its loader yields the batches of a lost step again.
         divides_steps: its loader is cut for the present ranks, as Accelerate's and Trainer's are.
         asked_step: of the last checkpoint that the script has asked for, loaded or not.
+        epochs: are told where an iteration over data that is trained on begins and ends.
         own_loaders: follows its torch DataLoaders, an `OwnLoaders`.
         tell: returns what the script, if it does not continue, tells the one that is run in its
             place, and after how many finished steps.
@@ -46,6 +48,7 @@ class ScriptLoop:
     yields_again: bool = False
     divides_steps: bool = False
     asked_step: int = 0
+    epochs: ScriptEpochs = field(default_factory=ScriptEpochs)
     own_loaders: Any = None
     tell: Callable[[], tuple[int, Any]] | None = None
 

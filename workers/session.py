@@ -17,7 +17,7 @@ from rayzero.engine.session import OTHER_LOADER, BesideSession, HostSession, Ste
 from rayzero.workers.function_collectives import FunctionCollectives, checksum_of_model
 from rayzero.workers.generation_session import GenerationSession
 from rayzero.workers.membership import Membership, SessionHost
-from rayzero.workers.messages import Divided, StepDivided, WorkerSpec
+from rayzero.workers.messages import SCRIPT_ENTRYPOINT, Divided, StepDivided, WorkerSpec
 from rayzero.workers.retained_state import RetainedState
 from rayzero.workers.step_report import MetricsMerger, worker_metrics
 
@@ -55,6 +55,8 @@ class JobSession(GenerationSession):
         self._merger = MetricsMerger()
         self._sampled: str | None = None  # the engine whose loader's samples the ledger has
         super().__init__(spec, membership, retained, host)
+        self.loop.epochs = collectives.follow_epochs(self.registry)
+        self.epochs = self.loop.epochs if spec.entrypoint == SCRIPT_ENTRYPOINT else None
 
     def adapt_config(self, config: ConfigSource | None) -> ConfigSource | None:
         settings = self.script_settings
@@ -104,12 +106,6 @@ class JobSession(GenerationSession):
         self.loop.yields_again = True
         engine.survival.follow_host_loader()
 
-    def begin_epoch(self) -> None:
-        self._own_collectives.begin_epoch(self.registry)
-
-    def end_epoch(self, *, is_left_out: bool) -> None:
-        self._own_collectives.end_epoch(is_left_out=is_left_out)
-
     def on_engine_ready(self, engine: Engine, name: str = "") -> None:
         if not name:
             self.engine = engine
@@ -132,7 +128,7 @@ class JobSession(GenerationSession):
         own = self._own_collectives
         if not own.begin_step():
             return
-        is_own_loop = self.replays_epochs and (self.loop.divides_steps or not reads_loader)
+        is_own_loop = self.epochs is not None and (self.loop.divides_steps or not reads_loader)
         if self.loop.yields_again or not is_own_loop:
             self.engines.enable(self._on_broken)
             own.outlive(self.registry)
@@ -301,16 +297,13 @@ class EngineSession(HostSession):
 
     Args:
         name: of the engine.
-
-    Attributes:
-        replays_epochs: see `JobSession`.
     """
 
     def __init__(self, job: JobSession, name: str) -> None:
         self.engine_config = job.engine_config
         self.seed = job.seed
         self.shares = job.shares
-        self.replays_epochs = job.replays_epochs
+        self.epochs = job.epochs
         self._job = job
         self._name = name
         self._engine: Engine | None = None
@@ -346,12 +339,6 @@ class EngineSession(HostSession):
 
     def on_engine_closed(self) -> None:
         self._job.on_engine_closed(self._name)
-
-    def begin_epoch(self) -> None:
-        self._job.begin_epoch()
-
-    def end_epoch(self, *, is_left_out: bool) -> None:
-        self._job.end_epoch(is_left_out=is_left_out)
 
     def on_phase(self, name: str) -> None:
         self._job.on_phase(name, self._engine)

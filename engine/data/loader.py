@@ -20,7 +20,7 @@ from rayzero.engine.data.sample_source import SampleSource
 from rayzero.engine.data.sampling import StepSplit
 from rayzero.engine.data.yielded_batch import YieldedBatch
 from rayzero.engine.errors import CollectiveError, EngineError
-from rayzero.engine.session import HostSession, Reforming
+from rayzero.engine.session import Reforming, ScriptEpochs
 
 _SIGN_INTERVAL_S = 0.1
 """How often a training thread that waits for a source shows that it lives, and looks if it is to
@@ -65,6 +65,7 @@ class StepLoader:
         self.device = device or torch.device("cpu")
         self._source = source
         self._session = micro_batches.session
+        self._epochs = None if self._session is None else self._session.epochs
         self._training_thread = threading.get_ident()
         self._reader = BatchReader(
             source,
@@ -91,26 +92,26 @@ class StepLoader:
         return self._steps_to_epoch_end(first) * self.micro_steps
 
     def __iter__(self) -> Iterator[Any]:
-        session = self._session
-        if session is None or not getattr(session, "replays_epochs", False):
+        if self._epochs is None:
             return self._iterate(None)
         end = self._script_cursor = self._script_epoch_end()
         left = end - self._micro_batches.next_place()[0]
         self.progress.script_lag = -left if left <= 0 else None
-        return self._iterate_script_epoch(session, max(0, left) // self.progress.global_batch)
+        steps = max(0, left) // self.progress.global_batch
+        return self._iterate_script_epoch(self._epochs, steps)
 
-    def _iterate_script_epoch(self, session: HostSession, steps: int) -> Iterator[Any]:
+    def _iterate_script_epoch(self, epochs: ScriptEpochs, steps: int) -> Iterator[Any]:
         is_left_out = bool(self.progress.script_lag)
-        session.begin_epoch()
+        epochs.begin_epoch()
         yield from self._iterate(steps)
-        session.end_epoch(is_left_out=is_left_out)
+        epochs.end_epoch(is_left_out=is_left_out)
 
     @property
     def is_replaying(self) -> bool:
         """Whether a launched script's next iteration is over an epoch that is finished already, and
         yields nothing: the script was run again and counts its epochs from the first."""
-        script = getattr(self._session, "replays_epochs", False)
-        return script and self._script_epoch_end() <= self.progress.sample_cursor
+        is_script = self._epochs is not None
+        return is_script and self._script_epoch_end() <= self.progress.sample_cursor
 
     def _script_epoch_end(self) -> int:
         """The sample cursor at the end of the epoch that a script's next iteration is."""

@@ -89,12 +89,12 @@ class Place:
         done = min(self.missed_steps, steps)
         self.missed_steps -= done
         engine.progress.script_lag = self.missed_steps if done == steps else None
-        session.begin_epoch()
+        session.loop.epochs.begin_epoch()
         if done == steps:  # a sampler's generator advances from epoch to epoch
             leave_out(loader)
             if not self.missed_steps:
                 engine.progress.reach_place()
-            session.end_epoch(is_left_out=bool(self.missed_steps))
+            session.loop.epochs.end_epoch(is_left_out=bool(self.missed_steps))
             return
         order = _agree_on_order(loader) if session.loop.yields_again else None
         loop = FollowedLoop(session, engine, self.schedules)
@@ -112,7 +112,7 @@ class Place:
                 if loop.follow():
                     break
             else:
-                session.end_epoch(is_left_out=False)
+                session.loop.epochs.end_epoch(is_left_out=False)
                 return
             done = loop.step - first_step
             if done < 0:
@@ -134,7 +134,7 @@ class Place:
     ) -> Iterator[Any]:
         """One iteration over an iterable: what the job has trained on is read, and left out."""
         read, missed = 0, self.missed_steps * self._step_batches
-        session.begin_epoch()
+        session.loop.epochs.begin_epoch()
         for batch in begin(loader):
             if read > missed:
                 self._check_stepped()
@@ -148,7 +148,7 @@ class Place:
         if missed and read <= missed:
             self.missed_steps -= min(self.missed_steps, self._steps(read))
             engine.progress.script_lag = self.missed_steps
-        session.end_epoch(is_left_out=self.missed_steps > 0)
+        session.loop.epochs.end_epoch(is_left_out=self.missed_steps > 0)
 
     def _mark_batch(self, *, ends_step: bool) -> None:
         """Does what `accumulate` does, where a script needs none on its first ranks: it steps for

@@ -12,11 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rayzero.workers import epoch_calls, function_collectives
+from rayzero.workers import epoch_calls
 from rayzero.workers.epoch_calls import EpochCalls
 from rayzero.workers.function_collectives import FunctionCollectives
-
-STORED: dict[str, Any] = {"rank": 0, "results": []}
 
 
 class Registry:
@@ -24,8 +22,13 @@ class Registry:
 
     def __init__(self, restored: Any = None) -> None:
         self._restored = restored
+        self._names: list[str] = []
 
-    def register(self, _: str, get: Callable[[], Any], set_value: Callable[[Any], None]) -> None:
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def register(self, name: str, get: Callable[[], Any], set_value: Callable[[Any], None]) -> None:
+        self._names.append(name)
         self.capture = get
         if self._restored is not None:
             set_value(self._restored)
@@ -37,8 +40,9 @@ class Rank:
     def __init__(self, restored: Any = None, *, is_new: bool = False) -> None:
         self.registry: Any = Registry(restored)
         self.made: list[str] = []
-        read = (lambda: dict(restored)) if is_new else None
+        read = (lambda: None) if is_new else None
         self.host = FunctionCollectives(0, lambda: True, read)
+        self.epochs = self.host.follow_epochs(self.registry)
 
     def call(self, name: str, value: float, *, shape: tuple[int, ...] = ()) -> float:
         """As `ElasticGroup` does: returns what the script gets."""
@@ -56,8 +60,8 @@ class Rank:
         return value
 
     def epoch(self, *, is_left_out: bool = False) -> None:
-        self.host.begin_epoch(self.registry)
-        self.host.end_epoch(is_left_out=is_left_out)
+        self.epochs.begin_epoch()
+        self.epochs.end_epoch(is_left_out=is_left_out)
 
     def capture(self) -> Any:
         return self.registry.capture()
@@ -72,7 +76,7 @@ def trained(epochs: int) -> Rank:
         rank.call("reduce", epoch)
         rank.call("barrier", 0)
         rank.call("allgather", 10 * epoch, shape=(3,))
-    rank.host.begin_epoch(rank.registry)
+    rank.epochs.begin_epoch()
     rank.call("allreduce", 99)  # within an epoch: not kept
     return rank
 
@@ -123,13 +127,13 @@ def test_ranks_repeat_a_call_only_if_all_know_it(monkeypatch: pytest.MonkeyPatch
         resumed.call("allgather", 0)  # of this question, which is neither kept nor repeated
         return [is_known, False]
 
-    monkeypatch.setattr(function_collectives, "all_gather_objects", gather)
+    monkeypatch.setattr(epoch_calls, "all_gather_objects", gather)
     resumed = Rank(trained(1).capture())
     resumed.epoch(is_left_out=True)
     assert resumed.call("allreduce", 7) == 7
     assert asked == [True]
     again = Rank(resumed.capture())
-    monkeypatch.setattr(function_collectives, "all_gather_objects", lambda known: [known])
+    monkeypatch.setattr(epoch_calls, "all_gather_objects", lambda known: [known])
     again.epoch(is_left_out=True)
     assert again.call("allreduce", 8) == 7, "the newer one"
 
