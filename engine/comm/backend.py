@@ -81,8 +81,7 @@ class Backend(Protocol):
         """
 
     def all_to_all(self, full: Tensor, received: Tensor) -> Work:
-        """Sends each rank its part of `full`. `received` gets the parts for this rank, in rank
-        order."""
+        """Sends each rank its part of `full`. Receives this rank's parts, in rank order."""
 
     def gather(self, full: Tensor, part: Tensor, target: int) -> Work:
         """Concatenates all ranks' `part`s in `full`, on rank `target` only."""

@@ -24,8 +24,7 @@ def output_tensors(name: str, args: tuple[Any, ...]) -> list[Tensor]:
 
 def complete_locally(name: str, args: tuple[Any, ...], rank: int, world_size: int) -> None:
     """Writes the outputs of the collective `name`."""
-    complete = _COMPLETIONS.get(name)
-    if complete is not None:
+    if (complete := _COMPLETIONS.get(name)) is not None:
         complete(args[0], args[1], rank, world_size)
 
 

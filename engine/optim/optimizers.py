@@ -205,8 +205,7 @@ def make_adam(
     weight_decay: float | None = None,
     **options: Any,
 ) -> torch.optim.Optimizer:
-    """Returns torch's Adam or AdamW, given DeepSpeed's params. `AdamParams` documents weight
-    decay."""
+    """Returns torch's Adam or AdamW. Arguments are DeepSpeed's: see `AdamParams`."""
     if weight_decay is None:
         weight_decay = 0.01 if torch_adam and adam_w_mode else 0.0
     options["weight_decay"] = weight_decay

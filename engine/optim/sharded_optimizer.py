@@ -207,8 +207,7 @@ class ShardedOptimizer:
         return self.update_dtype or shard.weight.dtype
 
     def state_tensors(self, shard: OptimizerShard) -> dict[str, Tensor]:
-        """Returns a shard's optimizer state by key, without scalars. Empty before the first
-        step."""
+        """Returns a shard's optimizer state by key, without scalars. Empty before step 1."""
         state = self.torch_optimizer.state.get(shard.weight, {})
         return {
             key: value for key, value in state.items() if isinstance(value, Tensor) and value.ndim
@@ -229,8 +228,7 @@ class ShardedOptimizer:
 def group_shards(
     shards: Sequence[OptimizerShard], options: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Returns parameter groups for a torch optimizer, from the groups' options and this rank's
-    shards."""
+    """Returns parameter groups for a torch optimizer: the options, and this rank's shards."""
     return [
         {**option, "params": [shard.weight for shard in shards if shard.group == group]}
         for group, option in enumerate(options)

@@ -264,8 +264,7 @@ def _orthogonalize_cost(param: WholeParam) -> int:
 def _segment_views(
     segments_by_rank: Sequence[Segments], buffers: Sequence[Tensor]
 ) -> list[tuple[ParamSegment, Tensor]]:
-    """Returns each segment with its view of its rank's buffer. A buffer holds the rank's segments
-    one after another."""
+    """Returns each segment with its view of its rank's buffer, where segments lie in order."""
     views: list[tuple[ParamSegment, Tensor]] = []
     for segments, buffer in zip(segments_by_rank, buffers, strict=True):
         if segments:

@@ -98,9 +98,8 @@ class GatherBuffers:
         block.buffer_index, block.buffers = None, []
 
     def assign(self, order: Iterable[Block], alone: Container[Block]) -> None:
-        """Assigns the ring's buffers round robin to blocks in the order of first use. Blocks in
-        `alone` get their own buffers, and large modules their common one. No block may be
-        gathered."""
+        """Assigns the ring's buffers round robin to blocks in `order`, that of first use. Blocks in
+        `alone` get their own buffers, large modules their common one. No block may be gathered."""
         self._current_blocks.clear()
         self._buffers.clear()
         for block in self._blocks:

@@ -38,8 +38,7 @@ Grads = list[Tensor | None]  # by parameter; None for zeros
 
 @dataclass(eq=False, slots=True)
 class GradBuffer:
-    """Memory from which parts of units are reduced, one after the other. `reduction` is the latest
-    one."""
+    """Memory from which parts of units are reduced in turn. `reduction` is the latest reduction."""
 
     tensor: Tensor
     reduction: Work = field(default_factory=Work)
@@ -119,8 +118,7 @@ class GradStore(ABC):
 
     @abstractmethod
     def reduce(self, part: int, *, first: bool) -> Work:
-        """Starts to reduce one part of the collected gradients over the ranks. Called for every
-        part once, in order."""
+        """Starts to reduce a part of the collected gradients. Called for every part, in order."""
 
     def release(self) -> None:
         """Returns when no other rank reads the collected gradients."""

@@ -45,8 +45,7 @@ class Stage:
         return Stage(self.number, R, P, R) if world_size == 1 and is_fixed else self
 
     def without_micro_step_reductions(self) -> Stage:
-        """Returns this row with gradients that every rank accumulates in full and that are reduced
-        once a step."""
+        """Returns this row with gradients that ranks accumulate in full and reduce once a step."""
         partial = self.main_grads is Placement.SHARDED
         return replace(self, main_grads=Placement.PARTIAL) if partial else self
 

@@ -123,8 +123,7 @@ class ConstructorRecorder(TorchDispatchMode):
     def _advance_rng(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | None:
-        """Advances a random operation's generator. Returns the state before, or None if the
-        operation is not random."""
+        """Advances the generator of an operation and returns its old state. None if not random."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return None
         state: Tensor = _generator(kwargs).get_state()

@@ -123,8 +123,8 @@ class Reducer:
     def connect(
         self, units: Sequence[tuple[GradStore, int]], buffers: GradBufferPool | None
     ) -> None:
-        """Uses these stores and buffers from now on. Forgets gradients in the earlier ones, without
-        waiting for their reductions."""
+        """Uses these stores and buffers from now on. Forgets gradients in the previous stores,
+        without waiting for their reductions."""
         self._units = [_UnitProgress(grads, count) for grads, count in units]
         self.buffer_pool = buffers
         # Sharded gradients have at most as many reductions in flight as there are buffers: a
@@ -170,8 +170,7 @@ class Reducer:
                 unit.collect(add=not self._first_micro_step)
 
     def finish_backward(self) -> None:
-        """Called after a backward. Treats missing gradients as zero, and reduces the remaining
-        units."""
+        """Called after a backward. Reduces the remaining units, missing gradients as zero."""
         for unit in self._units:
             unit.missing = 0
             if not self._reducing and any(grad is not None for grad in unit.held):
@@ -305,13 +304,11 @@ class GradReduction:
         yield from ()
 
     def clip_limit(self, limit: float) -> float:
-        """Returns the norm to which this step's gradients are clipped, given the config's `limit`.
-        0 means no clipping."""
+        """Returns the norm to clip this step to, or 0 for no clipping. `limit` is the config's."""
         return limit
 
     def discard_residuals(self) -> None:
-        """Called when a step is skipped, lest its gradient, which may not be finite, is applied
-        later."""
+        """Called when a step is skipped: its gradient, maybe not finite, is not to be applied."""
         for feedback in self.residuals:
             feedback.reset()
 

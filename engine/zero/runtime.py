@@ -80,8 +80,7 @@ class ZeroRuntime:
 
     @contextmanager
     def backward_pass(self, *, first: bool, last: bool) -> Iterator[None]:
-        """Encloses autograd's backward of one micro-step. `first` and `last` say whether it is its
-        step's first or last micro-step."""
+        """Encloses autograd's backward of a micro-step, which may be its step's first or last."""
         self.begin_backward(lambda: True)
         self.reducer.begin_backward(first=first, last=last)
         try:
@@ -105,8 +104,7 @@ class ZeroRuntime:
         self.collectives.progress_pending()
 
     def reduce_accumulated(self) -> None:
-        """Reduces the gradients of earlier backwards that only accumulated them, as if another
-        backward had given zeros."""
+        """Reduces accumulated gradients, as if another backward, with zeros, was the last one."""
         if self.reducer.buffer_pool is None:
             self.reducer.begin_backward(first=False, last=True)
             self.finish_backward()
@@ -133,8 +131,7 @@ class ZeroRuntime:
         return self.unused_params.find_unused(vote.used) if vote.finite else {}
 
     def discard_gradients(self) -> None:
-        """Forgets the gradients of an unfinished step. Returns when their memory may be
-        overwritten."""
+        """Forgets an unfinished step's gradients. Returns when their memory may be overwritten."""
         self.reducer.discard()
         if self.unused_params is not None:
             self.unused_params.reset()
@@ -149,8 +146,7 @@ class ZeroRuntime:
 
     @contextmanager
     def _rescaling_residuals(self) -> Iterator[LossScaler]:
-        """Encloses a change of the loss scale, and then rescales the residuals, which are in units
-        of scaled gradients."""
+        """Encloses a change of the loss scale, and adapts the residuals, which are scaled too."""
         scaler = self.precision.scaler
         before = scaler.value
         yield scaler
@@ -159,8 +155,7 @@ class ZeroRuntime:
 
     @torch.no_grad()
     def sync_model_weights(self) -> None:
-        """Called after the local update. Copies all ranks' main weights to all ranks' model
-        weights."""
+        """Copies the updated main weights of all ranks to the model weights of all ranks."""
         gather = self.stage.weight_collective is Collective.ALL_GATHER
         pending: list[Work] = []
         for unit in reversed(self.units):  # roughly the order in which forward uses them

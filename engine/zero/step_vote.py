@@ -101,8 +101,7 @@ def _l2_norm(parts: list[Tensor]) -> Tensor:
 def nonfinite_error(
     units: Sequence[Unit], collectives: Collectives, scale: float, device: torch.device
 ) -> EngineError:
-    """Returns the error for an overflow at the lowest loss scale, the same on every rank.
-    Collective."""
+    """Returns the error, equal on all ranks, for overflow at the lowest loss scale. Collective."""
     culprit = _first_nonfinite_param(units, collectives, device)
     if culprit is None:
         where = "the norm of the gradients is not finite, though every element is"

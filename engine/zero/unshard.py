@@ -146,8 +146,7 @@ class UnshardScheduler:
             self._running.remove(block)
 
     def change_pass(self) -> None:
-        """Called when a backward begins or ends. The next block is no successor of the previous
-        one."""
+        """Called when a backward begins or ends: the next block is no block's successor."""
         self._previous = None
 
     def pre_backward(self, block: Block) -> None:

@@ -43,8 +43,7 @@ class UnusedParams:
 
     @property
     def votes(self) -> Sequence[float]:
-        """1 for each parameter that this rank used, else 0. `find_unused` gets their sums over the
-        ranks."""
+        """1 for each parameter that this rank used, else 0. `find_unused` gets the ranks' sums."""
         return self._used
 
     def reset(self) -> None:
