@@ -150,7 +150,7 @@ def _drop_default_arguments() -> None:
 
 
 def _run_within_limit(work: Callable[[], None]) -> None:
-    """Runs `work`, which may wait for a group's collectives, in a thread. Waits EXIT_LIMIT_S."""
+    """Runs `work` in a thread for at most EXIT_LIMIT_S: ending a group awaits its collectives."""
     thread = Thread(target=work, name="rayzero-gloo-exit", daemon=True)
     thread.start()
     thread.join(EXIT_LIMIT_S)

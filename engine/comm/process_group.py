@@ -71,8 +71,8 @@ class SingleRankBackend(Backend):
 class LateBackend(SingleRankBackend):
     """A backend over all ranks of the present group that connects at the first collective.
 
-    All ranks come to the first collective, but not all of them build an engine or change their
-    ranks at the same time. Buffers made by `zeros` are not shared with other ranks.
+    The ranks come to the first collective together, but they may build an engine, or adapt it to
+    other ranks, at different times. Buffers made by `zeros` are not shared with other ranks.
     """
 
     def __init__(self) -> None:

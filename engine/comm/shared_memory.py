@@ -83,8 +83,8 @@ class _TokenRound:
 
 
 _Steps = Iterator[Sequence[_TokenRound]]
-"""The steps of an exchange. The first one announces this rank's part, and yields all rounds except
-*done*."""
+"""The steps of an exchange. The first one announces this rank's part, and yields the exchange's
+rounds except *done*."""
 
 
 class _Exchange(Work):

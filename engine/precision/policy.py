@@ -63,10 +63,10 @@ class Precision:
         return self.dtype is None and self.autocast_dtype is None
 
     def model_dtype(self, original: torch.dtype) -> torch.dtype:
-        return self.dtype or original if original.is_floating_point else original
+        return (self.dtype or original) if original.is_floating_point else original
 
     def dtype_of_buffer(self, original: torch.dtype) -> torch.dtype:
-        return self.buffer_dtype or original if original.is_floating_point else original
+        return (self.buffer_dtype or original) if original.is_floating_point else original
 
     def grad_dtype(self, original: torch.dtype) -> torch.dtype:
         """Returns the dtype in which main grads are stored, communicated and summed."""

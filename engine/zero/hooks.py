@@ -51,8 +51,8 @@ def _refuse_unexpected(block: Block, name: str, on_gradient: GradientHook) -> Gr
             raise EngineError(
                 f"the parameter {name!r} of the block {block.name!r} got a gradient while it was "
                 "not gathered",
-                allowed="a block's weights in its own forward, and a loss that reaches it through "
-                "what that returns",
+                allowed="a block's weights in its own forward, and a loss that reaches the block "
+                "through its outputs",
                 fix=f"{_GATHER_LARGE if block.large else _RETURN_TENSOR}zero_optimization.stage 2",
             )
         on_gradient(param)

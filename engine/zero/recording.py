@@ -70,7 +70,7 @@ class ConstructorRecorder(TorchDispatchMode):
         meta_inputs = list(filter(is_unmaterialized, inputs))
         creates = any(argument.name == "device" for argument in func._schema.arguments)
         if not (meta_inputs if inputs else creates):
-            return func(*args, **kwargs)  # real tensors from outside are not recorded
+            return func(*args, **kwargs)  # operations on real tensors only are not recorded
         needs_values = torch.Tag.data_dependent_output in func.tags
         if needs_values or not all(map(is_unmaterialized, _written(func, args, kwargs))):
             return self._run(func, args, kwargs)

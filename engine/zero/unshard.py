@@ -61,7 +61,7 @@ class UnshardScheduler:
         self.buffers = buffers
         self.paused = False  # the script has gathered all weights itself, so hooks do nothing
         modules = {block.module for block in blocks}
-        self._outer_blocks = {  # blocks that contain others stay gathered while those run
+        self._outer_blocks = {  # with buffers of their own: they stay gathered while others run
             block
             for block in blocks
             if not reshard_after_forward or len(modules.intersection(block.module.modules())) > 1
@@ -259,10 +259,8 @@ class UnshardScheduler:
 
         Only at the block's first use in a pass: later, autograd may hold views of its address.
         """
-        for other in self._running:
-            if other is not block and other.buffer_index is not None:
-                break
-        else:
+        outside = [running for running in self._running if running is not block]
+        if all(running.buffer_index is None for running in outside):
             return
         if not block.forward_calls:
             self._reshard(block)
