@@ -135,8 +135,8 @@ class Reducer:
         self.backward.collects = False
 
     def begin_backward(self, *, first: bool, last: bool, factor: float = 1.0) -> None:
-        """Called before a backward. `first` and `last` say whether it is its step's first or last
-        one. Its gradients are multiplied by `factor`."""
+        """Called before a backward, whose gradients are multiplied by `factor`. `first` and `last`
+        say whether it is the first or last backward of its step."""
         self.backward.collects = True
         self._first_micro_step = first
         self._reducing = last or self.buffer_pool is not None
@@ -171,12 +171,13 @@ class Reducer:
 
     def finish_backward(self) -> None:
         """Called after a backward. Reduces the remaining units, missing gradients as zero."""
+        first = self._first_micro_step
         for unit in self._units:
             unit.missing = 0
-            if not self._reducing and any(grad is not None for grad in unit.held):
-                unit.collect(add=not self._first_micro_step)
-            elif not self._reducing and self._first_micro_step and not unit.collected:
-                unit.collect(add=False)
+            if self._reducing:
+                continue
+            if any(grad is not None for grad in unit.held) or (first and not unit.collected):
+                unit.collect(add=not first)
         if self._reducing:
             self._launch_ready()
         self.backward.collects = False
