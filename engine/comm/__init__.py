@@ -1,1 +1,1 @@
-"""The wire. Collectives of torch.distributed are called in this folder only."""
+"""Communication between ranks. Only this folder calls torch.distributed's collectives."""

@@ -1,5 +1,4 @@
-"""The interfaces of communication: a backend, the work that it starts, and operations over
-units.
+"""The interfaces of communication: backends, the work that they start, operations over units.
 
 Rule of ordering: `work-buffers` (docs/engine.md).
 """
@@ -14,18 +13,18 @@ from torch import Tensor
 
 
 class Waitable(Protocol):
-    """Something in flight: a torch work, a message."""
+    """An operation in flight, such as a torch work or a message."""
 
     def wait(self) -> object:
-        """Returns when it is complete."""
+        """Returns when the operation is complete."""
 
 
 class Work:
-    """A collective in flight, by default one that is complete. Its buffers must not be touched
-    before `wait` has returned.
+    """A collective in flight. This class itself is one that is complete.
 
-    Afterwards the result is available. Other ranks may still read what was passed in: it must not
-    be overwritten before `release`, or the next vote.
+    The collective's buffers must not be touched before `wait` has returned. Afterwards the result
+    is available, but other ranks may still read the buffers that were passed in. These must not be
+    overwritten before `release`, or the next vote.
     """
 
     def wait(self) -> None:
@@ -57,7 +56,7 @@ class ChainableWork(Work):
 class Backend(Protocol):
     """Moves data between the ranks of one generation, asynchronously. Implementations inherit it.
 
-    `full` is a flat buffer of world_size equal parts; a rank's own part is `full[rank]` of them.
+    `full` is a flat buffer of world_size equal parts, one for each rank in rank order.
     """
 
     rank: int
@@ -67,52 +66,47 @@ class Backend(Protocol):
         """Sums `full` over the ranks, in place."""
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, accumulate: bool) -> Work:
-        """Sums over the ranks; this rank's part replaces `out`, or is added to it.
-
-        `out` may be this rank's own part of `full`. The rest of `full` is left undefined.
+        """Sums `full` over the ranks. This rank's part of the sum replaces `out`, or is added to
+        it. `out` may be this rank's own part of `full`. The rest of `full` is left undefined.
         """
 
     def all_gather(self, full: Tensor, part: Tensor) -> Work:
-        """Concatenates all ranks' `part`s in `full`, on every rank.
-
-        `part` may be this rank's own part of `full`.
+        """Concatenates all ranks' `part`s in `full`, on every rank. `part` may be this rank's own
+        part of `full`.
         """
 
     def all_gather_in_group(self, full: Tensor, part: Tensor, members: range) -> Work:
-        """`all_gather` within a group of consecutive ranks that includes this one.
-
-        All ranks call it, with groups of one size. `full` has a part for each member.
+        """Does `all_gather` within a group of consecutive ranks that includes this one. All ranks
+        call this method, with groups of one size. `full` has a part for each member.
         """
 
     def all_to_all(self, full: Tensor, received: Tensor) -> Work:
-        """Sends each rank its part of `full`; `received` gets the parts for this rank, in rank
-        order."""
+        """Sends each rank its part of `full`. Receives this rank's parts, in rank order."""
 
     def gather(self, full: Tensor, part: Tensor, target: int) -> Work:
         """Concatenates all ranks' `part`s in `full`, on rank `target` only."""
 
     def all_to_all_v(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work:
-        """Every rank's `sent[r]` to rank r, where it arrives in `received[sender]`.
-
-        All are flat and of one dtype; lengths may differ and be zero. A rank's own is copied.
+        """Sends every rank's `sent[r]` to rank r, where it arrives in `received[sender]`. Tensors
+        are flat and of one dtype. Their lengths may differ and be zero.
         """
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         """Copies the source's `tensor` to every rank, in place."""
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A flat buffer that reductions and gathers may be called on: `full`, or a gather's `part`.
-
+        """Returns a flat buffer for reductions and gathers: for their `full`, or a gather's `part`.
         The backend chooses its memory.
         """
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def progress_pending(self) -> None:
-        """Does this rank's share of everything launched, so that no peer waits for it."""
+        """Does this rank's share of all launched collectives, so that no peer waits for it."""
         return
 
     def abandon(self) -> None:
-        """Forgets everything launched. The group is gone: no thread of it waits for messages."""
+        """Forgets all launched collectives. The process group has ended, and with it the threads
+        that waited for messages."""
         return
 
     @property
@@ -125,8 +119,8 @@ class ReduceOp(Protocol):
     """Reduces one unit's gradients over the ranks. `Collectives` does so uncompressed.
 
     Attributes:
-        single_collective: an operation is one collective, whose `wait` may be called at once and on
-            another stream. A compressed reduction runs kernels of its own when it is waited for.
+        single_collective: each operation is one collective, whose `wait` may be called at once and
+            on another stream. A compressed reduction runs kernels of its own in `wait`.
     """
 
     single_collective: bool
@@ -145,7 +139,8 @@ class GatherOp(Protocol):
 
 
 class AsyncWork(Work):
-    """Torch's works in flight, and a callback for when all are complete. Waits once."""
+    """One or more torch works in flight, and a callback that `wait` runs when all are complete.
+    Further calls of `wait` do nothing."""
 
     def __init__(self, works: Sequence[Waitable], finish: Callable[[], None] | None = None) -> None:
         self._works = works
@@ -161,7 +156,7 @@ class AsyncWork(Work):
 
 
 def rank_chunk(full: Tensor, rank: int, world_size: int) -> Tensor:
-    """One rank's part of a flat buffer of equal parts; a view."""
+    """Returns one rank's part of a flat buffer of equal parts, as a view."""
     length = full.numel() // world_size
     return full[rank * length : (rank + 1) * length]
 
@@ -173,7 +168,7 @@ def copy_unless_same(target: Tensor, source: Tensor) -> None:
 
 
 def copy_or_add_(out: Tensor, term: Tensor, *, add: bool) -> None:
-    """`term` replaces `out`, or is added to it."""
+    """Copies `term` to `out`, or adds it."""
     if add:
         out.add_(term)
     else:

@@ -1,9 +1,9 @@
 """The engine's collectives: one interface over NCCL, gloo, and a single rank.
 
-`Collectives` counts, numbers and times them; a backend moves the data. Bytes are counted as in the
-ZeRO paper: a reduce-scatter or an all-gather moves the buffer once, an all-reduce twice.
+`Collectives` counts, numbers and times collectives. A backend moves the data. Bytes are counted as
+in the ZeRO paper: a reduce-scatter or an all-gather moves the buffer once, an all-reduce twice.
 
-`run_on_all_ranks` runs work that succeeds on all ranks or fails on all of them.
+`run_on_all_ranks` runs a function that succeeds on all ranks or fails on all of them.
 
 Rule of ordering: `same-calls` (docs/engine.md).
 """
@@ -41,7 +41,8 @@ class CollectiveStats:
 
 @dataclass
 class CommCounters:
-    """Calls and bytes by collective, and the seconds the training thread has waited."""
+    """Calls and bytes by collective, the number of the latest one (`sequence`), and the seconds
+    that the training thread has waited (`exposed_s`)."""
 
     by_name: defaultdict[str, CollectiveStats] = field(
         default_factory=lambda: defaultdict(CollectiveStats)
@@ -53,20 +54,20 @@ class CommCounters:
 class Collectives:
     """The engine's only connection to other ranks.
 
-    A process group is *broken* once a collective of it has failed, or it is ended from outside
-    (`break_off`). With `on_broken`, that is a state within a training step (`in_step`): collectives
-    complete at once with what is in their buffers, so that forward and backward run on. Results are
-    then undefined; `sum_scalars`, whose result the host acts upon, raises CollectiveError, as every
-    collective does outside of a training step, and everywhere without `on_broken`.
+    A process group is *broken* once one of its collectives has failed, or `break_off` was called.
+    Without `on_broken`, every collective of a broken group raises CollectiveError. With it, they
+    only raise outside of a training step. Within a step (`in_step`) they complete at once with the
+    content of their buffers, so that forward and backward can finish. Results are then undefined.
+    `sum_scalars` raises even then, because the host acts upon its result.
 
     Attributes:
         in_step: a training step is running: from its first forward to the end of its `step()`.
-        detached: this rank computes on its own for a while: as in a broken group, but no peer
-            notices.
-        broken: why the group is broken; empty if it is not.
+        detached: this rank computes without its peers for a while. Collectives do as in a broken
+            group, but no peer notices.
+        broken: the reason why the group is broken. Empty if it is not.
         on_broken: called once for each group, with the reason, by the thread that noticed. It ends
             this rank's connections, so that no peer waits for what this rank does not send.
-        wait_observer: called with (number, entered) when a wait for other ranks begins and ends; an
+        wait_observer: called with (number, entered) when a wait for other ranks begins and ends. An
             exception that it raises aborts the collective.
     """
 
@@ -83,7 +84,7 @@ class Collectives:
         self.reconnect(backend)
 
     def abandon(self) -> None:
-        """Stops waiting for what was launched: the process group is gone."""
+        """Forgets launched collectives. The process group has ended."""
         self._backend.abandon()
 
     def reconnect(self, backend: Backend) -> None:
@@ -95,7 +96,7 @@ class Collectives:
         self.in_step = self.detached = False
 
     def break_off(self, reason: str) -> None:
-        """The group is broken from now on. By any thread: the flag is set before the group is
+        """Marks the group as broken. Called by any thread. The flag is set before the group is
         aborted, so that nothing is launched on it afterwards."""
         with self._breaking:
             is_first = not self.broken
@@ -108,14 +109,13 @@ class Collectives:
         return self._backend.staging_bytes
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A flat buffer for reductions and gathers."""
+        """Returns a flat buffer of zeros for reductions and gathers."""
         return self._backend.zeros(numel, dtype, device)
 
     def progress_pending(self) -> None:
-        """Called before returning to the script, which may call collectives itself.
-
-        Without it a peer could wait for this rank's share of an exchange while this rank waits in
-        the script's collective.
+        """Does this rank's share of all launched collectives. Called before returning to the
+        script, which may call collectives itself. A peer could otherwise wait for this rank's share
+        of an exchange while this rank waits in the script's collective.
         """
         sequence, progress = self.counters.sequence, self._backend.progress_pending
         self.run_timed("an exchange", sequence, progress, _nothing)
@@ -159,14 +159,14 @@ class Collectives:
     def sum_scalars(
         self, scalars: Tensor, numbers: Sequence[float] = (), name: str = "vote"
     ) -> list[float]:
-        """Sums a few numbers over the ranks, and returns the sums: those of the float64 `scalars`
-        on the device, then those of `numbers`. The host waits; counted by `name`.
+        """Sums a few numbers over the ranks. Returns the sums of the float64 `scalars` on the
+        device, then those of `numbers`. The host waits. Counted as a collective `name`.
 
-        Raises CollectiveError if the group is broken, or if not every rank was counted: a group
-        that is aborted lets its kernels end early, with undefined results.
+        Raises CollectiveError if the group is broken, or if the sum is not over every rank. The
+        latter happens when a group is aborted: its kernels end early, with undefined results.
         """
-        ballot, work = self._launch_sum(scalars, numbers, name)
-        *sums, ranks = work.to_host(ballot).tolist()
+        terms, work = self._launch_sum(scalars, numbers, name)
+        *sums, ranks = work.to_host(terms).tolist()
         if self.broken:
             raise CollectiveError(self.broken)
         if ranks == self.world_size:
@@ -175,23 +175,24 @@ class Collectives:
             f"{name} was aborted on rank {self.rank} (collective {self.counters.sequence}): it has "
             f"summed over {ranks:g} of {self.world_size} ranks"
         )
-        if self.on_broken is not None:  # else every later collective fails by itself
+        if self.on_broken is not None:  # without it, every later collective fails by itself
             self.break_off(error.seen)
         raise error
 
     def sum_on_device(self, scalars: Tensor) -> Tensor:
-        """`sum_scalars` whose result stays on the device: undefined if the group is aborted, so
-        callers must look for an interrupt before they rely on it."""
-        ballot, work = self._launch_sum(scalars, (), "sums")
+        """Does `sum_scalars` with a result that stays on the device. The result is undefined if the
+        group is aborted, so callers must check for an interrupt before they rely on it."""
+        terms, work = self._launch_sum(scalars, (), "sums")
         work.wait()
-        return ballot[:-1].view_as(scalars)
+        return terms[:-1].view_as(scalars)
 
     def _launch_sum(
         self, scalars: Tensor, numbers: Sequence[float], name: str
     ) -> tuple[Tensor, CollectiveWork]:
+        """Starts to sum the given numbers and, last, a 1, which counts the ranks."""
         sent = get_device(scalars.device).send([*numbers, 1.0], torch.float64)
-        ballot = torch.cat((scalars.view(-1), sent))
-        return ballot, self._launch(name, ballot.nbytes, self._backend.all_reduce, ballot)
+        terms = torch.cat((scalars.view(-1), sent))
+        return terms, self._launch(name, terms.nbytes, self._backend.all_reduce, terms)
 
     def _launch(
         self, name: str, moved_bytes: int, start: Callable[..., Work], *arguments: Any
@@ -207,8 +208,8 @@ class Collectives:
     def run_timed(
         self, name: str, number: int, waits: Callable[[], T], broken: Callable[[], T]
     ) -> T:
-        """Runs something that may wait for other ranks; `broken` in its place if the group is, in a
-        training step. A failure names the collective."""
+        """Calls `waits`, which may wait for other ranks. Within a training step, calls `broken`
+        instead if the group is broken. Errors name the collective."""
         if self.world_size == 1:
             return waits()
         if self.broken or self.detached:
@@ -238,7 +239,7 @@ class Collectives:
 
 
 class CollectiveWork(ChainableWork):
-    """The work that `Collectives` returns: waits are timed and observed, and callbacks follow."""
+    """The work that `Collectives` returns. Waits are timed and observed, then callbacks run."""
 
     def __init__(self, work: Work, collectives: Collectives, name: str, number: int) -> None:
         super().__init__()
@@ -249,8 +250,8 @@ class CollectiveWork(ChainableWork):
 
     def to_host(self, result: Tensor) -> Tensor:
         """Waits, and returns the result in host memory. On a GPU only this copy makes the host
-        wait, so it is timed and observed: the observer can raise before the undefined result of an
-        aborted collective is used."""
+        wait, so it is timed and observed with the wait. The observer can raise before the undefined
+        result of an aborted collective is used."""
 
         def wait_and_copy() -> Tensor:
             self._work.wait()
@@ -280,14 +281,15 @@ def run_on_all_ranks(
 ) -> list[Any]:
     """Runs `work` on every rank and returns the results by rank. Collective.
 
-    If it fails on one rank it fails on all of them, so that none waits forever.
+    If `work` fails on one rank, this function raises on all ranks, so that none waits forever.
 
     Args:
-        device: one that the group's backend can read from.
+        device: a device that the group's backend can read from.
         work: returns a JSON value. It must not call collectives.
 
     Raises:
-        Whatever `work` raised here; EngineError with the first failure's text elsewhere.
+        Exception: the one that `work` raised on this rank.
+        EngineError: `work` failed on other ranks. It has the text of the first failure.
     """
     failure: Exception | None = None
     try:
@@ -298,16 +300,16 @@ def run_on_all_ranks(
     if failure is not None:
         raise failure
     outcomes = [json.loads(message) for message in messages]
-    for rank, other in enumerate(outcomes):
-        if "error" in other:
-            raise EngineError(f"rank {rank} failed: {other['error']}")
-    return [other["result"] for other in outcomes]
+    for rank, outcome in enumerate(outcomes):
+        if "error" in outcome:
+            raise EngineError(f"rank {rank} failed: {outcome['error']}")
+    return [outcome["result"] for outcome in outcomes]
 
 
 def _all_gather_bytes(
     collectives: Collectives, message: bytes, device: torch.device
 ) -> list[bytes]:
-    """Each rank's message, which is not empty, on every rank. Collective."""
+    """Returns every rank's message. Messages must not be empty. Collective."""
     if collectives.world_size == 1:
         return [message]
     lengths = torch.zeros(collectives.world_size, dtype=torch.float64, device=device)

@@ -1,15 +1,15 @@
-"""`dist.group.WORLD` of a worker: one object, whatever ranks the job has.
+"""A worker's `dist.group.WORLD`, which stays the same object when the job's ranks change.
 
-Each generation of ranks has a process group of its own, and a training function must not see one
-end. So the default group is an `ElasticGroup`, registered as a backend of torch, which passes
+Each generation of ranks has a process group of its own, whose end a training function must not
+see. So the default group is an `ElasticGroup`, registered as a backend of torch. It passes
 collectives on to the group of the present generation, as torchft's process groups do.
 
 Two kinds of calls complete on this rank alone (`local_completion`), instead of failing in the
-caller's code: those in a broken group, and those of a new rank that has not come to its first step,
-where its peers wait for it. A new rank first gets what the same call has returned when the function
-ran for the first time.
+caller's code: calls in a broken group, and calls of a new rank before its first step, where its
+peers wait for it. The new rank's calls return what the same calls returned on the first ranks, as
+far as that is known.
 
-The engine uses the generation's group itself (`process_group.connect_backend`).
+The engine uses the generation's group directly (`process_group.connect_backend`).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from rayzero.engine.torch_private import (
 log = logging.getLogger("rayzero.engine")
 
 END_LIMIT_S = 10.0
-"""How long a new group waits for the end of the previous one, whose waits have ended before."""
+"""How long a new group waits until the previous group's threads have ended."""
 _BACKEND = "rayzero"
 _OBJECT_FUNCTIONS = ("broadcast_object_list", "scatter_object_list")
-"""torch's, which read what they have received as a length."""
+"""torch's functions that use received values as lengths, so that these must not be undefined."""
 
 
 def _passed_on(name: str) -> Any:
-    """The method `name` of `ProcessGroup`."""
+    """Returns a method that passes a call of `ProcessGroup`'s method `name` on."""
 
     def call(self: ElasticGroup, *args: Any, **options: Any) -> Any:
         return self._call(name, args, options)
@@ -58,15 +58,16 @@ def _passed_on(name: str) -> Any:
 
 
 class CallHost:
-    """The host's part in the collectives that a training function calls itself. This one is that of
-    no function: they have peers, and fail."""
+    """Decides about the collectives that a training function calls itself. This class is used while
+    no function runs: collectives always have peers, and failures are raised."""
 
     def local_reason(self) -> str:
-        """Why a collective completes on this rank alone; empty if it has peers."""
+        """Returns the reason why collectives complete on this rank alone. Empty if they do not."""
         return ""
 
     def replays(self, name: str, outputs: Sequence[Tensor]) -> bool:
-        """Fills in what the call has returned before, if that is known."""
+        """Fills `outputs` with what the call returned on the first ranks. Returns whether it did,
+        which is not the case if that is unknown."""
         return False
 
     def repeats(self) -> bool:
@@ -75,22 +76,22 @@ class CallHost:
         return False
 
     def records(self) -> bool:
-        """Whether results are wanted: then every collective is waited for where it is called."""
+        """Returns whether results are recorded. Every collective then waits where it is called."""
         return False
 
     def record(self, name: str, outputs: Sequence[Tensor]) -> None:
-        """A collective has completed with these outputs."""
+        """Called when a collective that is to be recorded has completed with these outputs."""
 
     def makes_group(self) -> None:
-        """A group of the function's own is about to be made."""
+        """Called before the function makes a group of its own."""
 
     def outlives(self, error: Exception) -> bool:
-        """Whether the function continues although a collective has failed."""
+        """Returns whether the function continues although a collective has failed."""
         return False
 
 
 class FinishedCall(Work):
-    """The work of a collective that has completed."""
+    """The torch work of a collective that has completed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,8 +109,8 @@ class FinishedCall(Work):
 
 
 class PassedCall(Work):
-    """The work of a collective of the generation's group. If the function outlives a failure,
-    `wait` does not raise: `complete` writes the outputs."""
+    """The torch work of a collective of the generation's group. If that fails and the function
+    outlives the failure, `wait` calls `complete`, which writes the outputs, instead of raising."""
 
     def __init__(self, work: Work, complete: Callable[[], Work], host: CallHost) -> None:
         super().__init__()
@@ -144,29 +145,32 @@ class GroupPlace:
 
 
 class ElasticGroup(dist.ProcessGroup):
-    """`plan` and `form_group` are called by the training thread, the rest by any.
+    """The default process group of a worker, which passes calls on to the generation's group.
+
+    The training thread calls `plan` and `form_group`, any thread the other methods.
 
     Attributes:
-        place: in the present generation; None before the first, where the only rank is this one.
-        host: of the training function that runs.
+        place: this process's place in the present generation. None before the first generation,
+            when this is the only rank.
+        host: the `CallHost` of the running training function.
     """
 
     def __init__(self) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]  # torch declares one of two forms
         self.place: GroupPlace | None = None
         self.host = CallHost()
-        self._group: dist.ProcessGroup | None = None  # of the present generation
-        self._ending: Thread | None = None  # on which the previous one ends
+        self._group: dist.ProcessGroup | None = None  # the present generation's group
+        self._ending: Thread | None = None  # ends the previous group
         self._is_forming = False
         self._begin: Callable[[], None] | None = None
         self._warned: GroupPlace | None = None
 
     def plan(self, place: GroupPlace, begin: Callable[[], None] | None = None) -> None:
-        """The ranks of another generation, whose group does not exist yet.
+        """Sets this process's place in a new generation, whose group does not exist yet.
 
         Args:
-            begin: waits for a generation that has not begun, and forms its group; called where the
-                group is needed, by the training thread.
+            begin: waits until the generation begins, and forms its group. Called by the training
+                thread when the group is first needed.
         """
         self.place = place
         self._begin = begin
@@ -176,8 +180,8 @@ class ElasticGroup(dist.ProcessGroup):
         """Makes the group of all ranks of the present generation.
 
         Args:
-            store: of the generation; also for the groups that the function makes.
-            options: of `torch.distributed.new_group`.
+            store: the generation's store, used also by groups that the function makes.
+            options: options of `torch.distributed.new_group`.
         """
         if self._ending is not None:
             self._ending.join(END_LIMIT_S)
@@ -191,8 +195,8 @@ class ElasticGroup(dist.ProcessGroup):
         return group
 
     def get_group(self) -> dist.ProcessGroup:
-        """The generation's group; begins one that has not begun. Raises DistError if it was
-        aborted."""
+        """Returns the generation's group, and forms it if that was not done yet. Raises DistError
+        if it was aborted."""
         if self._begin is not None:
             self._begin()
         if (group := self._group) is None:
@@ -200,23 +204,23 @@ class ElasticGroup(dist.ProcessGroup):
         return group
 
     def abort_groups(self) -> None:
-        """Aborts the generation's group, and those that were made of it, without waiting for peers.
-        torch forgets them also if that fails."""
+        """Aborts the generation's group and its subgroups, without waiting for peers. torch forgets
+        the groups even if aborting fails."""
         try:
             abort_groups(groups_newest_first())
         finally:
             self._drop_group()
 
     def _drop_group(self) -> None:
-        """Drops the last reference to the group on a thread of its own: its destructor waits for
-        gloo's threads (up to 10 ms), or NCCL's. The next group forms after that."""
+        """Drops the last reference to the group in a thread of its own, because its destructor
+        waits for gloo's threads (up to 10 ms), or NCCL's. The next group is formed after that."""
         if self._group is not None:
             last_reference = [self._group]
             self._group = None
             self._ending = Thread(target=last_reference.clear, name="rayzero-group-end")
             self._ending.start()
 
-    # What torch reads of a group
+    # Attributes that torch reads
 
     def rank(self) -> int:
         return self.place.rank if self.place is not None else 0
@@ -227,7 +231,7 @@ class ElasticGroup(dist.ProcessGroup):
     getRank, getSize = rank, size  # noqa: N815  for callers in C++
 
     def getBackendName(self) -> str:  # noqa: N802
-        return _BACKEND  # not "gloo" or "nccl", whose class torch's C++ then expects
+        return _BACKEND  # for "gloo" or "nccl", torch's C++ would expect that backend's class
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -235,9 +239,11 @@ class ElasticGroup(dist.ProcessGroup):
 
     @property
     def bound_device_id(self) -> torch.device | None:
-        """None: groups that are made of this one connect at their first collective. `new_group`
-        reads it first, and needs the generation's store. Raises CollectiveError where the peers do
-        not make that group, too."""
+        """None, so that groups that are made of this one connect at their first collective.
+
+        `new_group` reads this attribute first, and then needs the generation's store, so the group
+        is formed here. Raises CollectiveError if the peers will not make the same group.
+        """
         if self._is_forming or self.place is None or not _is_read_by_new_group():
             return None
         if reason := self.host.local_reason():
@@ -263,7 +269,7 @@ class ElasticGroup(dist.ProcessGroup):
         return FinishedCall() if self._is_local() else self.get_group()._end_coalescing(device)
 
     def abort(self) -> None:
-        """The groups of the generations are aborted, not what they are reached by."""
+        """Does nothing. `abort_groups` aborts the generation's group, while this object stays."""
 
     shutdown = abort
 
@@ -287,7 +293,7 @@ class ElasticGroup(dist.ProcessGroup):
     send = _passed_on("send")
     recv = _passed_on("recv")
     recv_anysource = _passed_on("recv_anysource")
-    # Until torch 2.12, and for callers in C++.
+    # Names until torch 2.12, and for callers in C++.
     _allgather_base = _passed_on("_allgather_base")
     allgather_into_tensor_coalesced = _passed_on("allgather_into_tensor_coalesced")
     _reduce_scatter_base = _passed_on("_reduce_scatter_base")
@@ -316,7 +322,8 @@ class ElasticGroup(dist.ProcessGroup):
         return self.place is None or bool(self.host.local_reason())
 
     def _complete(self, name: str, args: tuple[Any, ...], outputs: list[Tensor]) -> Work:
-        """Completes the call on this rank alone."""
+        """Completes the call on this rank alone. Raises CollectiveError if it would receive an
+        object of another rank, and the object is not known."""
         if self.host.replays(name, outputs):
             return FinishedCall()
         reason = self.host.local_reason()
@@ -335,13 +342,13 @@ class ElasticGroup(dist.ProcessGroup):
 
 
 def elastic_group() -> ElasticGroup | None:
-    """This process's default group, if it is one of a worker."""
+    """Returns this process's default group if it is an `ElasticGroup`, as in a worker, or None."""
     group = default_group()
     return group if isinstance(group, ElasticGroup) else None
 
 
 def make_elastic_group() -> ElasticGroup:
-    """The same; made if there is none, with this rank alone."""
+    """Returns this process's `ElasticGroup`. Makes it, with this rank alone, if there is none."""
     if (existing := elastic_group()) is not None:
         return existing
     if not hasattr(dist.Backend, _BACKEND.upper()):
@@ -353,7 +360,7 @@ def make_elastic_group() -> ElasticGroup:
 
 @contextmanager
 def calls_of(host: CallHost) -> Iterator[None]:
-    """While a training function runs: its collectives are the host's concern."""
+    """Encloses the run of a training function. `host` decides about its collectives."""
     group = make_elastic_group()
     group.host = host
     try:
@@ -367,6 +374,7 @@ def _is_read_by_new_group() -> bool:
 
 
 def _is_called_for_objects() -> bool:
+    """Returns whether one of `_OBJECT_FUNCTIONS` called the collective."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_name not in _OBJECT_FUNCTIONS:
         module = str(frame.f_globals.get("__name__"))

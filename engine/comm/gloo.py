@@ -1,9 +1,9 @@
 """The gloo backend: reduce-scatter and all-gather from point-to-point messages.
 
 gloo's own reduce_scatter_tensor and all_gather_into_tensor copy through temporaries and take three
-times as long. Here every rank posts all sends and receives at once: the same bytes as a ring, with
-no rank waiting for another's partial sum. Sums have a fixed order, so a result does not depend on
-timing.
+times as long. Here every rank posts all sends and receives at once. That moves as many bytes as a
+ring, and no rank waits for another's partial sum. Sums have a fixed order, so results do not depend
+on timing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StagingPool:
         self.total_bytes = 0
 
     def acquire(self, dtype: torch.dtype, numel: int) -> Tensor:
-        """A buffer of at least `numel` elements."""
+        """Returns a buffer of at least `numel` elements."""
         for index, buffer in enumerate(self._free):
             if buffer.dtype is dtype and buffer.numel() >= numel:
                 return self._free.pop(index)
@@ -42,7 +42,7 @@ class StagingPool:
 
 
 class GlooBackend(Backend):
-    """CPU ranks, which exchange messages. `group` is a gloo group of two ranks or more."""
+    """The backend of CPU ranks that exchange messages. `group` has two ranks or more."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)
@@ -59,7 +59,7 @@ class GlooBackend(Backend):
         return self._staging.total_bytes
 
     def abandon(self) -> None:
-        """The messages hold the group's connections, and buffers."""
+        """Drops unfinished messages, which refer to the group's connections and to buffers."""
         self.channel.in_flight.clear()
 
     def all_reduce(self, full: Tensor) -> Work:
@@ -90,7 +90,7 @@ class GlooBackend(Backend):
         return self._copy_parts(self.chunks(full), self.chunks(received))
 
     def _copy_parts(self, sent: dict[int, Tensor], received: dict[int, Tensor]) -> Work:
-        """`sent` to each rank, this one too; `received` from each."""
+        """Sends each rank, also this one, its tensor of `sent`, and receives `received`."""
         copy_unless_same(received.pop(self.rank), sent.pop(self.rank))
         return AsyncWork(self._post_messages(received, sent))
 
@@ -115,21 +115,20 @@ class GlooBackend(Backend):
         return AsyncWork([dist.broadcast(tensor, group=group, group_src=source, async_op=True)])
 
     def chunks(self, full: Tensor) -> dict[int, Tensor]:
-        """Each rank's part of `full`; peers in order, then this rank."""
+        """Returns each rank's part of `full`: peers in the order of `peers`, then this rank."""
         ranks = (*self.peers, self.rank)
         return {rank: rank_chunk(full, rank, self.world_size) for rank in ranks}
 
     def _post_messages(self, receive: dict[int, Tensor], send: dict[int, Tensor]) -> list[P2PWork]:
-        """Starts the messages of one collective; receives first, so that no send has to buffer."""
+        """Starts the messages of one collective. Receives first, so that no send has to buffer."""
         tag = self.channel.next_tag()
         works = [self.channel.recv(tensor, peer, tag) for peer, tensor in receive.items()]
         return works + [self.channel.send(tensor, peer, tag) for peer, tensor in send.items()]
 
 
 def sum_terms(own: Tensor, terms: Sequence[Tensor], out: Tensor, *, accumulate: bool) -> None:
-    """Sums this rank's term and the others' into `out`, which may be `own`, in the given order.
-
-    This rank's term is first, so that its memory can hold the running sum.
+    """Sums this rank's term `own` and the other ranks' `terms` into `out`, in this order. `own` is
+    first because `out` may be the same memory, which then holds the running sum.
     """
     if accumulate:
         out.add_(own)

@@ -1,8 +1,9 @@
-"""Completes a collective of torch.distributed on one rank, as if there were no other.
+"""Completes a collective of torch.distributed on one rank, without the other ranks.
 
-For a rank whose peers are gone, or that has not come to where its peers wait: what is reduced is
-this rank's term, and what would come from another rank is this rank's own part, or stays as it is.
-Arguments are those of `torch.distributed.ProcessGroup`'s methods, outputs first.
+Used on a rank whose peers are gone, or that has not yet reached the call where its peers wait. A
+reduction's result is this rank's own term. Data that would come from other ranks is replaced by
+this rank's own part, or the output is left unchanged. Arguments are those of the methods of
+`torch.distributed.ProcessGroup`, outputs first.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rayzero.engine.tensor_tree import iter_tensors
 
 
 def output_tensors(name: str, args: tuple[Any, ...]) -> list[Tensor]:
-    """The tensors that the collective `name` writes, in order."""
+    """Returns the tensors that the collective `name` writes, in order."""
     return [] if name in ("barrier", "send") else list(iter_tensors(args[0]))
 
 
@@ -28,7 +29,7 @@ def complete_locally(name: str, args: tuple[Any, ...], rank: int, world_size: in
 
 
 def _gather(outputs: Any, inputs: Any, rank: int, world_size: int) -> None:
-    """Also of the rank that gathers nothing: its outputs are empty."""
+    """Completes a gather. On ranks that only send, `outputs` is empty."""
     for parts, own in zip(outputs, inputs, strict=False):
         for part in parts:
             part.copy_(own)
@@ -39,7 +40,7 @@ def _gather_into(output: Tensor, own: Tensor, rank: int, world_size: int) -> Non
 
 
 def _scatter(outputs: Any, inputs: Any, rank: int, world_size: int) -> None:
-    """Also of a rank that sends nothing: its inputs are empty."""
+    """Completes a scatter. On ranks that only receive, `inputs` is empty."""
     for output, parts in zip(outputs, inputs, strict=False):
         output.copy_(parts[rank])
 
@@ -49,7 +50,8 @@ def _scatter_from(output: Tensor, full: Tensor, rank: int, world_size: int) -> N
 
 
 def _exchange(output: Tensor, own: Tensor, rank: int, world_size: int) -> None:
-    """Parts may differ in length, and what is received then has no counterpart here."""
+    """Completes an all-to-all. Received parts may differ from the sent ones in length. They then
+    have no counterpart on this rank, and are zeros."""
     if output.numel() == own.numel():
         output.view(-1).copy_(own.reshape(-1))
     else:
@@ -84,4 +86,5 @@ _COMPLETIONS: Mapping[str, Completion] = {
     "alltoall_base": _exchange,
     "all_to_all_single": _exchange,
 }
-"""All others leave their outputs as they are: reductions in place, broadcasts, messages."""
+"""The completions by collective. All other calls leave their outputs unchanged: reductions in
+place, broadcasts, messages."""

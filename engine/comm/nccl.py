@@ -1,9 +1,9 @@
 """The NCCL backend: native collectives, asynchronous on NCCL's own stream.
 
 Ordering. A collective launched from the compute stream starts after everything enqueued there
-before it, and `wait` makes the compute stream (not the host) wait for its end. So a buffer may be
-overwritten by a collective that is launched after the last kernel that reads it, and read by
-kernels enqueued after `wait`, without further events.
+before it. `wait` makes the compute stream, not the host, wait for the collective's end. So no
+further events are needed: a collective that is launched after the last kernel that reads a buffer
+may overwrite the buffer, and kernels enqueued after `wait` may read the result.
 
 Rule of ordering: `nccl-waits` (docs/engine.md).
 """
@@ -23,7 +23,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class NcclBackend(Backend):
-    """CUDA ranks. NCCL's kernels progress without the host."""
+    """The backend of CUDA ranks. NCCL's kernels progress without the host."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)

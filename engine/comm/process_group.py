@@ -1,4 +1,4 @@
-"""Process groups: finds or creates the default one, and its backend and device.
+"""Finds or creates the default process group, and makes its backend and device.
 
 `init_distributed` is DeepSpeed's function of that name.
 """
@@ -35,7 +35,7 @@ _RENDEZVOUS_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR"}
 
 
 class SingleRankBackend(Backend):
-    """One rank, no process group: every collective completes at once."""
+    """The backend of a single rank without a process group. Collectives complete at once."""
 
     rank = 0
     world_size = 1
@@ -69,30 +69,32 @@ class SingleRankBackend(Backend):
 
 
 class LateBackend(SingleRankBackend):
-    """The backend over all ranks of the present group, made where it is first needed: the ranks
-    come there at one time, but not to where an engine is built or the ranks change. Buffers of
-    `zeros` are this rank's alone."""
+    """A backend over all ranks of the present group that connects at the first collective.
+
+    The ranks come to the first collective together, but they may build an engine, or adapt it to
+    other ranks, at different times. Buffers made by `zeros` are not shared with other ranks.
+    """
 
     def __init__(self) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
     @cached_property
-    def _made(self) -> Backend:
+    def _connected(self) -> Backend:
         return connect_backend()[0]
 
     def all_reduce(self, full: Tensor) -> Work:
-        return self._made.all_reduce(full)
+        return self._connected.all_reduce(full)
 
     def gather(self, full: Tensor, part: Tensor, target: int) -> Work:
-        return self._made.gather(full, part, target)
+        return self._connected.gather(full, part, target)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        return self._made.broadcast(tensor, source)
+        return self._connected.broadcast(tensor, source)
 
 
 def all_gather_objects(value: T) -> list[T]:
-    """Each rank's picklable value, by rank, over the default process group: for what has to be
-    agreed on before there is an engine. Collective."""
+    """Returns each rank's picklable value, by rank. Uses the default process group, for values to
+    agree on before there is an engine. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -101,27 +103,26 @@ def all_gather_objects(value: T) -> list[T]:
 
 
 def broadcast_object(value: Any, source: int) -> Any:
-    """The picklable value of the rank `source`, over the default process group: as above.
-    Collective."""
+    """Returns the picklable value of rank `source`, over the default process group. Collective."""
     values = [value]
     dist.broadcast_object_list(values, source)
     return values[0]
 
 
 def group_size() -> int:
-    """Ranks of the default process group; 1 without one."""
+    """Returns the number of ranks of the default process group, or 1 without one."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def connect_backend() -> tuple[Backend, torch.device]:
-    """The backend over all ranks, and this rank's device.
+    """Returns the backend over all ranks, and this rank's device.
 
     Uses the default process group if it exists (Ray Train and a rayzero worker create it), creates
     it under torchrun, and otherwise runs on this rank alone. CPU ranks on one host exchange data
     through shared memory unless RAYZERO_SHARED_MEMORY=0. Raises ConfigError if the group's backend
     is neither nccl nor gloo.
 
-    Collective on gloo, whose buffers depend on what the ranks share.
+    Collective on gloo, where all ranks must agree on whether they share memory.
     """
     if (elastic := elastic_group()) is not None:
         return _connect_to_generation(elastic)
@@ -135,7 +136,7 @@ def connect_backend() -> tuple[Backend, torch.device]:
     nccl = "nccl" in name
     if not nccl and "gloo" not in name:
         raise ConfigError(f"the process group's backend is {name!r}", allowed="nccl, gloo")
-    # A worker, or the script, may have chosen another device than LOCAL_RANK's for the group.
+    # A worker or the script may have bound the group to another device than that of LOCAL_RANK.
     bound = getattr(group, "bound_device_id", None)
     device = _make_current((bound or local_device()) if nccl else torch.device("cpu"))
     if group is None or dist.get_world_size() == 1:
@@ -159,14 +160,14 @@ def _connect_to_group(group: dist.ProcessGroup, *, nccl: bool) -> Backend:
 
 
 def connect_collectives() -> tuple[Collectives, torch.device]:
-    """New collectives over all ranks, and this rank's device: see `connect_backend`."""
+    """Returns new collectives over all ranks, and this rank's device. See `connect_backend`."""
     backend, device = connect_backend()
     return Collectives(backend), device
 
 
 def connect_alone() -> tuple[Collectives, torch.device]:
-    """As `connect_collectives`, where the other ranks are elsewhere: until `Collectives.reconnect`
-    this one goes without them."""
+    """Does `connect_collectives` without waiting for the other ranks, which may be busy elsewhere.
+    The collectives are `detached` until `Collectives.reconnect`."""
     collectives = Collectives(LateBackend())
     collectives.detached = collectives.in_step = True
     return collectives, _make_current(local_device())
@@ -178,8 +179,9 @@ def _make_current(device: torch.device) -> torch.device:
 
 
 def create_group(backend: str, **options: Any) -> None:
-    """Creates the default process group. One of NCCL is bound to this rank's device, made current
-    before: its communicator is then there at once, and subgroups can be split from it."""
+    """Creates the default process group. An NCCL group is bound to this rank's device, which is
+    made current first. Its communicator is then created at once, so that subgroups can be split
+    from it."""
     device = _make_current(local_device()) if backend == "nccl" else None
     dist.init_process_group(backend, device_id=device, **options)
 
@@ -196,21 +198,22 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Creates the default process group, unless it exists: of torchrun's ranks, or of this one
+    """Creates the default process group, unless it exists. It has torchrun's ranks, or this rank
     alone.
 
     Args:
-        dist_backend: nccl or gloo; by default nccl where there are GPUs.
-        auto_mpi_discovery, config: ignored: ranks are read from the environment (torchrun, a
+        dist_backend: nccl or gloo. By default nccl if there are GPUs.
+        auto_mpi_discovery, config: ignored. Ranks are read from the environment (torchrun, a
             rayzero job), or from `init_method`, `rank` and `world_size`.
         distributed_port: MASTER_PORT, if the environment has none.
         verbose: log the group on rank 0.
-        timeout: of collectives.
-        init_method, rank, world_size: see `init_process_group`; -1 for the environment's.
+        timeout: the timeout of collectives.
+        init_method, rank, world_size: see `init_process_group`. -1 for the environment's value.
         dist_init_required: False if the script has created the group.
 
     Raises:
-        ConfigError: the backend is neither; or there is no group although the script says so.
+        ConfigError: the backend is neither nccl nor gloo, or `dist_init_required` is False and
+            there is no group.
     """
     if dist.is_initialized():
         return
@@ -242,8 +245,8 @@ _one_rank_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by the gr
 
 
 def one_rank_group() -> Any:
-    """A group of this rank alone, made on first use; None without a process group. Not collective:
-    ranks need not ask for it at the same time."""
+    """Returns a group of this rank alone, made on first use. None without a process group. Not
+    collective: ranks need not call this at the same time."""
     if not dist.is_initialized():
         return None
     elastic = elastic_group()

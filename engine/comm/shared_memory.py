@@ -1,22 +1,23 @@
-"""Exchanges between ranks on one host: gloo sends tokens, data is read in place.
+"""Exchanges between ranks on one host through shared memory. gloo sends tokens only.
 
-TCP on loopback copies every byte four times; here a reduction reads the peers' buffers in place,
+TCP on loopback copies every byte four times. Here a reduction reads the peers' buffers in place,
 and a gather is one copy. Each exchange has two messages per peer: *ready* says where to read,
-*done* that it has been read.
+*done* says that it has been read.
 
-Order. Exchanges run in launch order, and waiting for one runs all before it; so a rank that waits
+Order. Exchanges run in launch order, and waiting for one runs all before it. So a rank that waits
 has done its share of everything its peers may be waiting for, and no cycle can form. `drain` runs
-the remaining ones before any other collective; `progress_pending` before returning to the script,
-which may call collectives itself. Peers may read a buffer until its exchange was released or
-drained; waiting for that only before the buffer is overwritten saves a barrier per exchange.
+the remaining ones before any other collective. `progress_pending` does so before returning to the
+script, which may call collectives itself. Peers may read a buffer until its exchange was released
+or drained. Waiting for that only before the buffer is overwritten saves a barrier per exchange.
 
-Memory. A segment is an anonymous file (memfd_create(2)): no name can be left behind. A peer opens
-it as /proc/<pid>/fd/<fd>, which requires the same user and process namespace. It is freed when the
-last process unmaps it.
+Memory. A segment is an anonymous file (memfd_create(2)), so no name can be left behind. A peer
+opens it as /proc/<pid>/fd/<fd>, which requires the same user and process namespace. Its memory is
+freed when the last process unmaps it.
 
-Lifetime. Exchanges and backend refer to each other, and messages keep gloo's connections. A re-cut
-`abandon`s them, after its host has shut down the connections and aborted the group, whose threads
-have ended: nothing reads or writes by them. The segments end with the last tensor in them.
+Lifetime. Exchanges and backend refer to each other, and messages keep gloo's connections alive. A
+re-cut `abandon`s exchanges and messages. By then its host has shut down the connections and aborted
+the group, and the group's threads have ended, so nothing is read or written any more. A segment
+ends with the last tensor in it.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ ALIGN_BYTES = 128
 
 
 class _TokenRound:
-    """One message to and from each peer: a location to read from.
+    """One message to and from each peer, which may contain a location to read from.
 
-    No send is waited for: if the peer has just closed the connection, that would end at the group's
-    timeout only, because gloo (torch 2.13) tells the end to no send whose write has failed.
+    Sends are not waited for. If the peer has just closed the connection, the wait would last until
+    the group's timeout, because gloo (torch 2.13) does not end sends whose write has failed.
     """
 
     def __init__(self, channel: P2PChannel, peers: Iterable[int]) -> None:
@@ -68,20 +69,22 @@ class _TokenRound:
             self.send(peer)
 
     def recv(self, peer: int) -> tuple[int, int]:
-        """Waits for the peer's message; once, because a second wait would never return."""
+        """Waits for the peer's message. Called once, because a second wait would never return."""
         self._receives.pop(peer).wait()
         descriptor, offset = self._locations[peer].tolist()
         return descriptor, offset
 
     def finish(self) -> None:
-        """Waits for what has not been received. What was sent is known to have been."""
+        """Waits for messages that have not been received. Sent messages are known to have been
+        received by the peers."""
         while self._receives:
             self._receives.popitem()[1].wait()
         self._channel.in_flight.difference_update(self._sends)
 
 
 _Steps = Iterator[Sequence[_TokenRound]]
-"""Of an exchange: once it has announced this rank's part, it yields its rounds but *done*."""
+"""The steps of an exchange. The first one announces this rank's part, and yields the exchange's
+rounds except *done*."""
 
 
 class _Exchange(Work):
@@ -99,8 +102,9 @@ class _Exchange(Work):
         self._backend.execute_until(self)
 
     def release(self) -> None:
-        """A peer that has sent *done* has received this rank's other messages, and expects its
-        *done*, which the kernel has taken at once: little can be unread before it."""
+        """Waits for the peers' *done*. A peer that has sent it has received this rank's other
+        messages. This rank's *done* need not be waited for: the peer expects it, and few messages
+        can be unread before it, so the kernel has taken it at once."""
         self.wait()
         for tokens in reversed(self._rounds):
             tokens.finish()
@@ -113,13 +117,13 @@ class _Exchange(Work):
 
 
 class SharedMemoryBackend(GlooBackend):
-    """Ranks on one host. Buffers are segments that all of them can read."""
+    """The backend of ranks on one host. Buffers lie in segments that all ranks can read."""
 
     def __init__(self, group: dist.ProcessGroup, segments: ShmSegments) -> None:
         super().__init__(group)
         self._segments = segments
         self._queued: deque[_Exchange] = deque()
-        # Not yet known to have been read by all peers, oldest first.
+        # Exchanges whose buffers may not have been read by all peers, oldest first.
         self._not_yet_read: deque[_Exchange] = deque()
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -151,7 +155,7 @@ class SharedMemoryBackend(GlooBackend):
             self._queued.popleft().execute()
 
     def drain(self) -> None:
-        """Runs everything launched, and waits until all peers have read this rank's buffers."""
+        """Runs all launched exchanges, and waits until all peers have read this rank's buffers."""
         self.progress_pending()
         while self._not_yet_read:
             self._not_yet_read.popleft().release()
@@ -163,12 +167,12 @@ class SharedMemoryBackend(GlooBackend):
 
     def execute_until(self, exchange: _Exchange) -> None:
         while not exchange.finished:
-            if not self._queued:  # it started, and failed
+            if not self._queued:  # the exchange has started, and failed
                 raise RuntimeError("an earlier exchange failed")
             self._queued.popleft().execute()
 
     def _launch(self, steps: _Steps, peers: Sequence[int]) -> Work:
-        """Runs an exchange up to its first yield, which announces this rank's part."""
+        """Starts an exchange: announces this rank's part, and queues the remaining steps."""
         rounds = next(steps)
         exchange = _Exchange(self, steps, (*rounds, _TokenRound(self.channel, peers)))
         self._queued.append(exchange)
@@ -195,7 +199,7 @@ class SharedMemoryBackend(GlooBackend):
 
     def _all_reduce_steps(self, full: Tensor) -> _Steps:
         """Reduce-scatters, then all-gathers. A peer's part of `full` is overwritten only after the
-        peer has announced its sum, for which it has read that part."""
+        peer has announced its sum. The peer has read the part by then."""
         parts = self.chunks(full)
         own = parts.pop(self.rank)
         ready, summed = self._send_locations(parts), _TokenRound(self.channel, parts)
@@ -229,32 +233,33 @@ class SharedMemoryBackend(GlooBackend):
 
 
 def make_gloo_backend(group: dist.ProcessGroup, *, share_memory: bool) -> GlooBackend:
-    """A backend that exchanges through shared memory if `share_memory` and all ranks can read each
-    other's, else messages, on all of them. Collective."""
+    """Returns a backend that uses shared memory if `share_memory` and all ranks can read each
+    other's memory. Otherwise returns, on all ranks, one that sends messages. Collective."""
     pids = _shared_memory_pids(group) if share_memory else None
     return GlooBackend(group) if pids is None else SharedMemoryBackend(group, ShmSegments(pids))
 
 
 def _shared_memory_pids(group: dist.ProcessGroup) -> list[int] | None:
-    """Every rank's process id; None, on all ranks, if one cannot read another's memory."""
+    """Returns every rank's process id. Returns None on all ranks if a rank cannot read another
+    rank's memory."""
     secret = secrets.randbits(62)
     descriptor = make_probe(secret)
     try:
-        card = torch.tensor([os.getpid(), descriptor, secret], dtype=torch.int64)
-        cards = [torch.empty_like(card) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(cards, card, group=group)
-        readable = all(is_readable(*other.tolist()) for other in cards)
+        own_probe = torch.tensor([os.getpid(), descriptor, secret], dtype=torch.int64)
+        probes = [torch.empty_like(own_probe) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(probes, own_probe, group=group)
+        readable = all(is_readable(*probe.tolist()) for probe in probes)
         agreed = torch.tensor(int(readable))
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
     finally:
         os.close(descriptor)
-    return [int(other[0]) for other in cards] if agreed.item() else None
+    return [int(probe[0]) for probe in probes] if agreed.item() else None
 
 
 class ShmSegments:
     """This rank's segments, and the peers' segments that it has mapped.
 
-    Segments live as long as this object: they are the buffers of one engine.
+    Segments live as long as this object. They contain the buffers of one engine.
 
     Attributes:
         pids: every rank's process id, by rank.
@@ -263,13 +268,13 @@ class ShmSegments:
     def __init__(self, pids: Sequence[int]) -> None:
         self.pids = pids
         self._locations: dict[int, tuple[int, int]] = {}  # (descriptor, offset) by address
-        self._peer_maps: dict[tuple[int, int], mmap.mmap] = {}  # by rank and its descriptor
+        self._peer_maps: dict[tuple[int, int], mmap.mmap] = {}  # by (rank, the rank's descriptor)
         self._segments: list[tuple[int, mmap.mmap]] = []  # the last one is being filled
         self._used_bytes = 0
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor of zeros that peers can read. Raises EngineError if the system has not
-        enough shared memory."""
+        """Returns a flat tensor of zeros that peers can read. Raises EngineError if the system has
+        not enough shared memory."""
         size = max(1, numel * dtype.itemsize)
         if not self._segments or self._used_bytes + size > len(self._segments[-1][1]):
             self._segments.append(_make_segment(max(size, SEGMENT_BYTES)))
@@ -281,15 +286,15 @@ class ShmSegments:
         return tensor
 
     def locate(self, tensor: Tensor) -> tuple[int, int] | None:
-        """(file descriptor, offset in bytes) of a tensor of this rank; None if it is not shared."""
+        """Returns (file descriptor, offset in bytes) of a tensor, or None if it is not shared."""
         location = self._locations.get(tensor.untyped_storage().data_ptr())
         if location is None:
             return None
         return location[0], location[1] + int(tensor.storage_offset()) * tensor.element_size()
 
     def view(self, rank: int, location: tuple[int, int], like: Tensor) -> Tensor:
-        """Another rank's memory at a location, with the length and dtype of `like`. Raises
-        RuntimeError, as a lost connection does, if that rank's process has ended."""
+        """Returns a view of another rank's memory at a location, with the length and dtype of
+        `like`. Raises RuntimeError if that rank's process has ended, as a lost connection does."""
         descriptor, offset = location
         key = rank, descriptor
         if key not in self._peer_maps:
@@ -316,14 +321,15 @@ class ShmSegments:
 
 
 def make_probe(secret: int) -> int:
-    """The descriptor of a segment with a secret: a rank that can read it shares memory."""
+    """Returns the descriptor of a new segment with a secret. A rank that can read the secret shares
+    memory with this one."""
     descriptor = os.memfd_create("rayzero-probe")
     os.write(descriptor, secret.to_bytes(8, sys.byteorder))
     return descriptor
 
 
 def is_readable(pid: int, descriptor: int, secret: int) -> bool:
-    """Whether this rank can read another rank's probe."""
+    """Returns whether this rank can read the probe of the rank with that process id."""
     try:
         with _map_segment(pid, descriptor) as memory:
             return int.from_bytes(memory[:8], sys.byteorder) == secret

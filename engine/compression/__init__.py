@@ -1,1 +1,1 @@
-"""Compressed collectives: codecs, quantized and low-rank reductions, and what selects them."""
+"""Compressed collectives: codecs, quantized and low-rank reductions, and their selection."""

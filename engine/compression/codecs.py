@@ -1,6 +1,6 @@
 """Codecs: lossy encodings of gradients and weights for communication, and their registry.
 
-A new codec is a class and a row of `CODECS` here, its name in the config's `Literal`, and its line
+A new codec needs a class and a row of `CODECS` here, its name in the config's `Literal`, and a line
 in docs/config.md.
 """
 
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from rayzero.engine.comm.backend import copy_or_add_
 
-CODEC_CHUNK_BYTES = 1 << 20  # on CPUs: temporaries stay in the cache
+CODEC_CHUNK_BYTES = 1 << 20  # encoded at once on CPUs, so that temporaries stay in the cache
 INT8_MAX = 127.0
-# Eight bytes of 0 or 1, times this, have their bits in the highest byte, the first one lowest.
+# The highest byte of the product of this number and eight bytes of 0 or 1 (as an int64) has one bit
+# for each byte, that of the first byte lowest.
 _PACK_BITS_MULTIPLIER = 0x0102040810204080
 
 
@@ -27,10 +28,10 @@ class Codec:
     non-finite, because the step's vote has to see them.
 
     Attributes:
-        name: in the config.
+        name: the codec's name in the config.
         needs_error_feedback: training converges only if the encoding error is added to the next
             values.
-        keeps_zero: a zero is decoded as zero, so that padding stays zero.
+        keeps_zero: a zero is decoded as zero, so padding stays zero.
     """
 
     name: str
@@ -38,11 +39,11 @@ class Codec:
     keeps_zero = True
 
     def is_identity(self, dtype: torch.dtype) -> bool:
-        """Whether values of this dtype are sent unchanged."""
+        """Returns whether values of this dtype are sent unchanged."""
         return False
 
     def payload_bytes(self, numel: int) -> int:
-        """Bytes of `numel` encoded values; a multiple of 4."""
+        """Returns the bytes of `numel` encoded values, a multiple of 4."""
         raise NotImplementedError
 
     def encode(self, values: Tensor, payload: Tensor) -> None:
@@ -50,13 +51,12 @@ class Codec:
         raise NotImplementedError
 
     def decode(self, payload: Tensor, out: Tensor, *, add: bool) -> None:
-        """The decoded values replace `out`, or are added to it."""
+        """Decodes values, which replace `out` or are added to it."""
         raise NotImplementedError
 
 
 class CastCodec(Codec):
-    """Values cast to another dtype; reductions stay in the gradients' own. `dtype` is that of the
-    payload."""
+    """Casts values to the payload's `dtype`. Reductions are computed in the gradients' dtype."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name = name
@@ -76,8 +76,8 @@ class CastCodec(Codec):
 
 
 class BlockScaledCodec(Codec):
-    """Base of codecs whose payload is one scale (float32) per block, then a few bits per value.
-    `block` values share a scale."""
+    """Base of codecs with a scale per block. A payload has one scale (float32) for each block of
+    `block` values, then a few bits per value."""
 
     def __init__(self, block: int) -> None:
         self._block = block
@@ -86,14 +86,13 @@ class BlockScaledCodec(Codec):
         return 4 * -(-numel // self._block)
 
     def _split_payload(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """The scales, and the values."""
+        """Returns views of the payload's scales and of its encoded values."""
         start = self._scale_bytes(numel)
         return payload[:start].view(torch.float32), payload[start:]
 
     def _blocks(self, values: Tensor, scales: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """(range, values in it as one row per block, scales as a column), one after another.
-
-        On CPUs a range fits the cache. A last, shorter block is a range of its own.
+        """Yields (range, its values with one row per block, its scales as a column) for consecutive
+        ranges. On CPUs a range fits the cache. A last, shorter block is a range of its own.
         """
         numel, block = values.numel(), self._block
         whole = numel // block * block
@@ -108,8 +107,8 @@ class BlockScaledCodec(Codec):
 
 
 class Int8Codec(BlockScaledCodec):
-    """Each block's values as multiples of its largest magnitude / 127, rounded to nearest (Dettmers
-    2016; Wang et al. 2023, "ZeRO++").
+    """Encodes a block's values as multiples of its largest magnitude / 127, rounded to nearest
+    (Dettmers 2016; Wang et al. 2023, "ZeRO++").
 
     Payload: the blocks' scales (float32), then one int8 per value.
     """
@@ -134,7 +133,7 @@ class Int8Codec(BlockScaledCodec):
 
 
 class SignCodec(BlockScaledCodec):
-    """Each value as its sign, times the mean magnitude of its block (Seide et al. 2014, "1-Bit
+    """Encodes a value as its sign, times the mean magnitude of its block (Seide et al. 2014, "1-Bit
     Stochastic Gradient Descent"; Karimireddy et al. 2019, "Error Feedback Fixes SignSGD").
 
     Payload: the blocks' scales (float32), then one bit per value, lowest bit first.
@@ -166,7 +165,7 @@ class SignCodec(BlockScaledCodec):
             copy_or_add_(rows, signs.mul_(scale), add=add)
 
     def _sign_table(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The eight signs of every byte, (256, 8)."""
+        """Returns the eight signs that each byte stands for, of shape (256, 8)."""
         key = device, dtype
         if key not in self._sign_tables:
             numbers = torch.arange(256, device=device).unsqueeze(1)
@@ -186,4 +185,4 @@ CODECS: Mapping[str, Callable[[int | None], Codec]] = {
     "int8": lambda block_size: Int8Codec(block_size or 256),
     "sign": lambda block_size: SignCodec(block_size or 64),
 }
-"""By the config's name; each makes a codec for a block size, None for its default."""
+"""Functions by the config's names. Each makes a codec, given a block size or None (default)."""

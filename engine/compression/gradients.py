@@ -1,4 +1,4 @@
-"""Gradient reduction in compressed form: quantized, as low-rank factors, or as 1-bit momenta."""
+"""Reduction of compressed gradients: quantized, as low-rank factors, or as 1-bit momenta."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ log = logging.getLogger("rayzero.engine")
 
 
 class QuantizedReduction(GradReduction):
-    """Gradients are quantized before they are sent. With `feedback`, quantization errors are added
-    to the next gradients."""
+    """Quantizes gradients before they are sent. With `feedback`, quantization errors are added to
+    the next gradients."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class QuantizedReduction(GradReduction):
         if self._use_feedback:
             return QuantizedReduce(context, unit.layout.padding, self._add_feedback(unit))
         if self._collectives.world_size == 1 or context.codec.is_identity(unit.dtype):
-            return self._collectives  # nothing to gain
+            return self._collectives  # compression saves nothing
         return QuantizedReduce(context, unit.layout.padding, None)
 
     def _add_feedback(self, unit: UnitGradSpec) -> ErrorFeedback:
@@ -63,7 +63,7 @@ class QuantizedReduction(GradReduction):
 
 
 class PowerSGDReduction(GradReduction):
-    """Each gradient matrix is sent as two low-rank factors. `rank` is that of the factors."""
+    """Sends each gradient matrix as two factors of the given `rank`."""
 
     def __init__(
         self, rank: int, collectives: Collectives, device: torch.device, *, factor: float
@@ -98,12 +98,12 @@ class PowerSGDReduction(GradReduction):
 
 
 class OneBitAdamReduction(QuantizedReduction):
-    """Communication of 1-bit Adam (Tang et al. 2021), 0/1 Adam and 1-bit LAMB: gradients in steps
-    that change variances, momenta as signs in the others.
+    """Reduces gradients for 1-bit Adam (Tang et al. 2021), 0/1 Adam and 1-bit LAMB: gradients in
+    steps that change variances, momenta as signs in the other steps.
 
-    All ranks have the same momentum of the previous step. Each computes its own next one from its
-    own gradient, and these are reduced as signs with error feedback. The result is everyone's next
-    momentum; the optimizer gets the gradient that leads to it.
+    All ranks have the same momentum of the previous step. Each rank computes its own next momentum
+    from its own gradient. These are reduced as signs with error feedback. The result is the next
+    momentum of all ranks. The optimizer gets the gradient that leads to it.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class OneBitAdamReduction(QuantizedReduction):
     ) -> None:
         super().__init__(codec, collectives, device, feedback=True, factor=factor)
         self._optimizer: MomentumReduced | None = None
-        self._told_unclipped = False
+        self._warned_unclipped = False
         self._shards_by_unit: defaultdict[str, list[OptimizerShard]] = defaultdict(list)
 
     def track_optimizer(self, optimizer: ShardedOptimizer) -> None:
@@ -122,12 +122,13 @@ class OneBitAdamReduction(QuantizedReduction):
                 self._shards_by_unit[shard.unit.name].append(shard)
 
     def clip_limit(self, limit: float) -> float:
-        """`limit` in steps that reduce gradients: momenta's terms have no norm to clip to."""
+        """Returns `limit` in steps that reduce gradients. Returns 0 (no clipping) in other steps,
+        because no rank has the norm of the whole gradient then."""
         optimizer = self._optimizer
-        weights = [it.weight for shards in self._shards_by_unit.values() for it in shards]
+        weights = [shard.weight for shards in self._shards_by_unit.values() for shard in shards]
         if optimizer is None or not limit or not any(map(optimizer.is_variance_frozen, weights)):
             return limit
-        if not self._told_unclipped and self._collectives.rank == 0:
+        if not self._warned_unclipped and self._collectives.rank == 0:
             log.warning(
                 "gradient_clipping limits no step in which %s reduces momenta as signs, of which "
                 "this is the first: no rank has the whole gradient then. If most gradients were "
@@ -135,14 +136,14 @@ class OneBitAdamReduction(QuantizedReduction):
                 "gradient_clipping",
                 type(optimizer).__name__,
             )
-        self._told_unclipped = True
+        self._warned_unclipped = True
         return 0.0
 
     def reduce_op(self, unit: UnitGradSpec) -> ReduceOp:
         return OneBitAdamReduce(self._codec_context, unit, self._add_feedback(unit), self)
 
     def frozen_momenta(self, unit: UnitGradSpec) -> list[tuple[slice, Tensor, float]]:
-        """(range, momentum, beta) of every shard of a unit that is past its warm-up."""
+        """Returns (range, momentum, beta) of every shard of a unit that is past its warm-up."""
         if self._optimizer is None:
             return []
         betas = [group["betas"][0] for group in self._optimizer.param_groups]
@@ -154,7 +155,7 @@ class OneBitAdamReduction(QuantizedReduction):
 
 
 class OneBitAdamReduce(QuantizedReduce):
-    """Reduces one unit's gradients, or momenta as signs. For stage 0, which all-reduces."""
+    """Reduces one unit's gradients, or momenta as signs. Only for stage 0, which all-reduces."""
 
     def __init__(
         self,
@@ -171,7 +172,7 @@ class OneBitAdamReduce(QuantizedReduce):
         momenta = self._reduction.frozen_momenta(self._unit)
         if not momenta:
             return self._collectives.all_reduce(full)
-        # Reduced gradients times this are in units of momenta, which have no loss scale.
+        # Converts reduced gradients to units of momenta, which have no loss scale.
         factor = self._reduction.residual_factor
         for extent, average, beta in momenta:
             # The ranks' terms sum to the next momentum, before multiplication by the factor.
@@ -189,8 +190,8 @@ class OneBitAdamReduce(QuantizedReduce):
 def make_error_feedback(
     unit: UnitGradSpec, codec: str, device: torch.device, *, reduced: bool
 ) -> ErrorFeedback:
-    """Residuals of zero, with those of the reduced shard if `reduced`. Raises ConfigError if the
-    gradients' dtype cannot represent the residuals."""
+    """Returns residuals of zero, with those of the reduced shard if `reduced`. Raises ConfigError
+    if the gradients' dtype cannot represent the residuals."""
     dtype = unit.dtype
     if dtype.itemsize < 4:
         raise ConfigError(
@@ -208,8 +209,8 @@ def make_error_feedback(
 def make_grad_reduction(
     config: EngineConfig, context: BuildContext, factor: float
 ) -> GradReduction:
-    """The gradient reduction that a config selects; reduced gradients are still to be multiplied by
-    `factor`, before loss scaling."""
+    """Returns the gradient reduction that a config selects. `factor` is the one by which reduced
+    gradients are still to be multiplied, apart from the loss scale."""
     name = next(iter(selected_codecs(config).values()), "none")
     section = config.rayzero.compression
     collectives, device = context.collectives, context.device

@@ -1,9 +1,10 @@
 """Gradients as low-rank factors with error feedback (Vogels et al. 2019, "PowerSGD").
 
-A matrix of n x m gradients M is sent as P = M Q (n x r), and then, with P's columns made
-orthonormal, as Mt P (m x r), Mt the transpose: one step of subspace iteration from the previous
-step's Q. Both are plain all-reduces, because they are linear in M. The residual of a rank's M is
-added to its next one. Vectors, and matrices too small to benefit, are sent uncompressed.
+A matrix M of n x m gradients is reduced in two all-reduces: of P = M Q (n x r), and, with P's
+columns made orthonormal, of the transpose of M times P (m x r). This is one step of subspace
+iteration from the previous step's Q. Plain all-reduces suffice because both are linear in M. The
+residual of a rank's M is added to its next M. Vectors, and matrices too small to benefit, are sent
+uncompressed.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from rayzero.engine.zero.reducer import ErrorFeedback
 
 @dataclass(frozen=True)
 class MatrixFactors:
-    """One matrix of a unit as (n, m), and its factors.
+    """One matrix of a unit, and its factors.
 
     Attributes:
-        matrix: gradient plus residual, a view of the unit's residuals.
-        left: (n, r), in the first buffer.
-        right: (m, r), in the second buffer.
-        basis: (m, r), the last reduction's right factor; equal on all ranks, part of the state.
+        matrix: gradient plus residual, (n, m). A view of the unit's residuals.
+        left: the left factor, (n, r), in the first buffer.
+        right: the right factor, (m, r), in the second buffer.
+        basis: the last reduction's right factor, (m, r). Equal on all ranks, part of the state.
     """
 
     name: str
@@ -39,7 +40,7 @@ class MatrixFactors:
     basis: Tensor
 
     def reset_basis(self) -> None:
-        """A random basis, the same on every rank."""
+        """Replaces the basis by a random one, the same on every rank."""
         generator = torch.Generator().manual_seed(zlib.crc32(self.name.encode()))
         self.basis.copy_(torch.randn(self.basis.shape, generator=generator))
 
@@ -48,7 +49,7 @@ class PowerSGDReduce:
     """Reduces one unit's gradients as factors. See `ReduceOp`.
 
     Args:
-        rank: of the factors.
+        rank: the rank of the factors.
         feedback: this rank's residuals.
     """
 
@@ -75,14 +76,14 @@ class PowerSGDReduce:
         small = layout.logical_numel - sum(spec.numel for spec in large)
 
         def zeros(numel: int) -> Tensor:
-            """A buffer for all-reduces, which divides into equal parts."""
+            """Returns a buffer for all-reduces, whose length divides into equal parts."""
             step = ALIGN_NUMEL * layout.world_size
             length = -(-max(numel, 1) // step) * step
             return collectives.zeros(length, residuals.dtype, residuals.device)
 
         self._first_buffer, self._second_buffer = zeros(lefts + small), zeros(rights)
         self.factors: dict[int, MatrixFactors] = {}
-        self._uncompressed: dict[int, Tensor] = {}  # parts of the first buffer, behind the factors
+        self._uncompressed: dict[int, Tensor] = {}  # parts of the first buffer, after the factors
         left = right = 0
         specs = sorted(enumerate(layout.params), key=lambda item: not _worthwhile(item[1], rank))
         for index, spec in specs:
@@ -112,7 +113,7 @@ class PowerSGDReduce:
         return self._reduce(full, out, self._layout.shard(self.rank), add=accumulate)
 
     def reset_bases(self) -> None:
-        """A step was skipped: discards bases, which may not be finite."""
+        """Called when a step is skipped. Discards bases, which may not be finite."""
         for factors in self.factors.values():
             factors.reset_basis()
 
@@ -136,7 +137,8 @@ class PowerSGDReduce:
         return work
 
     def _reduce_right_factors(self) -> Work:
-        """Projects this rank's matrices on the reduced left factors; the rest are residuals."""
+        """Projects this rank's matrices on the reduced left factors, and starts to reduce the right
+        factors. The remainders become residuals."""
         for index, factors in self.factors.items():
             left, _ = torch.linalg.qr(factors.left)
             self._left_factors[index] = left
@@ -171,5 +173,5 @@ def _matrix_shape(spec: ParamSpec) -> tuple[int, int]:
 
 
 def _worthwhile(spec: ParamSpec, rank: int) -> bool:
-    """Whether a parameter's factors have fewer elements than the parameter."""
+    """Returns whether a parameter's factors have fewer elements than the parameter."""
     return len(spec.shape) >= 2 and sum(_matrix_shape(spec)) * rank < spec.numel

@@ -1,15 +1,16 @@
 """Quantized reduction over any backend: encode, exchange, decode.
 
 A reduce-scatter is an all-to-all of payloads, each rank's part encoded separately, and a sum of the
-decoded values in the order of ranks. An all-reduce adds an all-gather of the encoded sums; a rank
+decoded values in the order of ranks. An all-reduce adds an all-gather of the encoded sums. A rank
 also decodes its own payload, so that all ranks get the same bits.
 
-Error feedback adds the encoding error of a gradient to the next one (Seide et al. 2014; Karimireddy
-et al. 2019). It is training state: summed over all ranks, it is the gradient not yet applied.
+Error feedback adds the encoding error of a gradient to the next gradient (Seide et al. 2014;
+Karimireddy et al. 2019). The error is training state: its sum over all ranks is the part of the
+gradient that was not yet applied.
 
 Order. A reduction has several collectives. Every rank must launch the same collectives in the same
 order, but when a rank waits depends on its own timing. So a reduction's later collectives are
-launched at the latest when the next reduction begins, and never before those of earlier ones.
+launched at the latest when the next reduction begins, and never before those of earlier reductions.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.compression.codecs import Codec
 from rayzero.engine.zero.reducer import ErrorFeedback
 
-MAX_IN_FLIGHT = 4  # reductions; each holds payload buffers
+MAX_IN_FLIGHT = 4  # reductions at a time, since each occupies payload buffers
 
 
 class PayloadBuffers:
@@ -41,7 +42,7 @@ class PayloadBuffers:
         self.total_bytes = 0
 
     def acquire(self, nbytes: int) -> Tensor:
-        """A buffer of at least `nbytes` bytes, which no rank reads any more."""
+        """Returns a buffer of at least `nbytes` bytes that no rank reads any more."""
         self._largest_bytes = max(self._largest_bytes, nbytes)
         for index, (buffer, last) in enumerate(self._free):
             if buffer.numel() >= nbytes:
@@ -53,7 +54,8 @@ class PayloadBuffers:
         return buffer
 
     def release(self, buffer: Tensor, last: Work) -> None:
-        """`last` is the collective that read the buffer; it has been waited for."""
+        """Returns a buffer to the pool. `last` is the collective that read it, which has been
+        waited for."""
         self._free.append((buffer, last))
 
 
@@ -61,10 +63,11 @@ Finish = Callable[[Sequence[Work]], None]
 
 
 class MultiStageReduce(ChainableWork):
-    """A reduction in flight: collectives, each launched when the one before it is complete.
-    `works` are those that were launched, which `finish` gets.
+    """A reduction in flight. Each of its collectives is launched when the one before is complete.
+    `works` are the launched collectives. `finish` gets them at the end.
 
-    `release` is `wait`: other ranks read payload buffers only, which `PayloadBuffers` releases."""
+    `release` is the same as `wait`: other ranks only read payload buffers, and `PayloadBuffers`
+    releases these."""
 
     def __init__(self, launches: Sequence[Callable[[], Work]], finish: Finish) -> None:
         super().__init__()
@@ -90,7 +93,8 @@ class MultiStageReduce(ChainableWork):
 
 
 class CollectiveSequencer:
-    """The reductions in flight on this rank, oldest first; all but the last are fully launched."""
+    """Starts reductions, and holds those in flight on this rank, oldest first. All collectives of
+    all reductions except the last have been launched."""
 
     def __init__(self) -> None:
         self._in_flight: deque[MultiStageReduce] = deque()
@@ -99,8 +103,8 @@ class CollectiveSequencer:
         """Starts a reduction.
 
         Args:
-            launches: start its collectives; each is called when the one before is complete.
-            finish: computes the result after the last one, from what all of them returned.
+            launches: start the collectives. Each is called when the one before is complete.
+            finish: computes the result after the last collective, given the works of all.
         """
         if self._in_flight:
             self._in_flight[-1].launch_remaining()
@@ -124,11 +128,11 @@ class CodecContext:
 
 
 class QuantizedReduce:
-    """Reduces one unit's gradients in encoded form. See `ReduceOp`; `full` is left undefined.
+    """Reduces one unit's gradients in encoded form. See `ReduceOp`. `full` is left undefined.
 
     Args:
-        padding: the unit's. A codec that cannot represent zero would write values there.
-        feedback: residuals; None without error feedback.
+        padding: the unit's padding, where a codec that cannot represent zero would write values.
+        feedback: the residuals. None without error feedback.
     """
 
     single_collective = False
@@ -179,8 +183,8 @@ class QuantizedReduce:
         gather: Callable[[Tensor], Work] | None,
         finish: Callable[[Tensor], None],
     ) -> ChainableWork:
-        """Encodes `full`, and starts to exchange the payloads. What is received has one row for
-        each rank: `gather` starts a second collective from it, and `finish` gets the result."""
+        """Encodes `full`, and starts to exchange the payloads. The received payloads have one row
+        for each rank. `gather` starts a second collective from them. `finish` gets the result."""
         parts, pool = full.view(self.world_size, -1), self._context.buffers
         nbytes = self.world_size * self._codec.payload_bytes(parts.shape[1])
         buffers = [pool.acquire(nbytes), pool.acquire(nbytes)]
@@ -196,7 +200,7 @@ class QuantizedReduce:
 
         def finish_and_release(works: Sequence[Work]) -> None:
             finish(received)
-            readers = [*works, Work()]  # without a gather nobody reads `received`
+            readers = [*works, Work()]  # without a gather, no other rank reads `received`
             for buffer, last in zip(buffers, readers, strict=False):
                 pool.release(buffer, last)
 
@@ -206,7 +210,7 @@ class QuantizedReduce:
         return self._context.sequencer.start(launches, finish_and_release)
 
     def _encode(self, values: Tensor, payload: Tensor, residual: Tensor | None) -> None:
-        """Encodes one part. With feedback, `residual` is first added to `values`, then replaced."""
+        """Encodes one part. With feedback, `residual` is added to `values`, then replaced."""
         if residual is not None:
             values.add_(residual)
         self._codec.encode(values, payload)
@@ -215,12 +219,12 @@ class QuantizedReduce:
             torch.sub(values, residual, out=residual)
 
     def _sum_payloads(self, received: Tensor, out: Tensor, *, accumulate: bool) -> None:
-        """Decodes and sums the payloads that all ranks sent for one part, in the order of ranks."""
+        """Decodes and sums the payloads that all ranks sent for a part, in the order of ranks."""
         for rank, payload in enumerate(received):
             self._codec.decode(payload, out, add=accumulate or rank > 0)
 
     def _zero_padding(self, values: Tensor, start: int) -> None:
-        """Zeroes the padding in `values`, which begin at `start` of the unit's flat layout."""
+        """Zeroes the padding in `values`, which begin at `start` in the unit's flat layout."""
         for span in self._padding:
             first, last = max(span.start - start, 0), min(span.stop - start, values.numel())
             if first < last:

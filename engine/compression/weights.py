@@ -20,8 +20,8 @@ log = logging.getLogger("rayzero.engine")
 
 
 class QuantizedGather(WeightGather):
-    """Weights are quantized before they are sent (Wang et al. 2023, "ZeRO++"). Every rank decodes
-    all parts, also its own, so that all compute with the same weights; shards stay exact.
+    """Quantizes weights before they are sent (Wang et al. 2023, "ZeRO++"). Every rank decodes all
+    parts, also its own, so that all ranks compute with the same weights. Shards stay exact.
     """
 
     def __init__(self, codec: Codec, collectives: Collectives, device: torch.device) -> None:
@@ -55,12 +55,12 @@ class QuantizedGather(WeightGather):
 
 
 class HpzGather(WeightGather):
-    """A secondary partition within every group of consecutive ranks: after an update a unit is
-    gathered from all ranks once, and then from the group only ("ZeRO++", hpZ).
+    """Keeps a secondary partition within every group of consecutive ranks ("ZeRO++", hpZ). After an
+    update, a unit is gathered from all ranks once, and then only from the group.
 
     Args:
         inner: gathers units from all ranks.
-        size: ranks per group; it divides the world size.
+        size: the number of ranks per group, which divides the world size.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class HpzGather(WeightGather):
         return secondary
 
     def invalidate(self) -> None:
-        for unit in self._secondary_shards.values():
-            unit.is_current = False
+        for secondary in self._secondary_shards.values():
+            secondary.is_current = False
 
     @property
     def secondary_bytes(self) -> int:
-        return sum(unit.shard.nbytes for unit in self._secondary_shards.values())
+        return sum(secondary.shard.nbytes for secondary in self._secondary_shards.values())
 
     @property
     def buffer_bytes(self) -> int:
@@ -98,7 +98,7 @@ class HpzGather(WeightGather):
 
 class _SecondaryShard:
     """One unit's secondary shard. It is written after the unit was gathered from all ranks. No
-    other rank reads it then, because a vote has followed all reads of it.
+    other rank reads it then, because a vote has followed all earlier reads.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class _SecondaryShard:
 
 
 def make_weight_gather(config: EngineConfig, context: BuildContext) -> WeightGather:
-    """The all-gather of sharded weights that a config selects. Raises ConfigError if the hpZ groups
-    do not divide the world size."""
+    """Returns the all-gather of sharded weights that a config selects. Raises ConfigError if the
+    size of hpZ groups does not divide the world size."""
     collectives, device = context.collectives, context.device
     zero, section = config.zero_optimization, config.rayzero.compression
     gather = WeightGather(collectives)
@@ -137,12 +137,12 @@ def make_weight_gather(config: EngineConfig, context: BuildContext) -> WeightGat
 
 
 def hpz_group_size(size: int, world_size: int, *, elastic: bool) -> int:
-    """Ranks per secondary partition (ZeRO++ hpZ); 1 for none. Raises ConfigError if the size does
-    not divide the world size.
+    """Returns the number of ranks per secondary partition (ZeRO++ hpZ), 1 for none. Raises
+    ConfigError if `size` does not divide the world size.
 
     Args:
-        size: `zero_hpz_partition_size`; 0 or 1 for none.
-        elastic: the world size may change, so the next smaller size that divides it is used, with
+        size: `zero_hpz_partition_size`. 0 or 1 for none.
+        elastic: the world size may change. So the next smaller size that divides it is used, with
             a warning.
     """
     allowed = [divisor for divisor in range(1, world_size + 1) if world_size % divisor == 0]

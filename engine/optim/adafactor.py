@@ -1,11 +1,13 @@
-"""transformers' Adafactor (Shazeer and Stern, 2018) on shards, equal to that of whole parameters.
+"""transformers' Adafactor (Shazeer and Stern, 2018) on shards. Results equal those on whole
+parameters.
 
-Its second moments are factored: sums over the rows and over the columns of a whole matrix, which
-ranks all-reduce (`WholeParamOps.sum_over_ranks`). These are few, so every rank holds all of them;
-the first moment, which `beta1` adds, is sharded as every optimizer's.
+Adafactor's second moments are factored: sums over the rows and over the columns of a whole matrix,
+which ranks all-reduce (`WholeParamOps.sum_over_ranks`). They are small, so every rank holds all of
+them. The first moment, which exists if `beta1` is set, is sharded as other optimizers' state is.
 
-The user's optimizer stays the object that it is, as schedulers and Trainer refer to it: its `step`
-begins with the update here, which takes the gradients, so that its own update finds none.
+The user's optimizer object is kept, because schedulers and Trainer refer to it. A pre-hook of its
+`step` does the update of this module and removes the gradients, so that the optimizer's own update
+finds none.
 """
 
 from __future__ import annotations
@@ -21,17 +23,25 @@ from rayzero.engine.optim.whole_params import WholeParam, WholeParamOps
 
 
 def is_adafactor(optimizer: object) -> bool:
-    """Whether this is transformers' or fairseq's Adafactor, or its class; torch's is another."""
+    """Returns whether this is transformers' or fairseq's Adafactor, or its class. torch's Adafactor
+    has another algorithm."""
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
-    named_so = any(base.__name__ == "Adafactor" for base in cls.__mro__)
-    return named_so and hasattr(cls, "_approx_sq_grad")
+    has_name = any(base.__name__ == "Adafactor" for base in cls.__mro__)
+    return has_name and hasattr(cls, "_approx_sq_grad")
 
 
 @dataclass(frozen=True, eq=False)
 class _Moments:
-    """The second moments of a parameter, equal on all ranks. The parameter is matrices of `height`
-    rows one after another; `rows` and `columns` are those of all of them. The rows of a vector are
-    its elements; it has no columns."""
+    """The second moments of a parameter, equal on all ranks.
+
+    A parameter with more than two dimensions is a sequence of matrices. The rows of a vector are
+    its elements. It has no columns.
+
+    Attributes:
+        height, width: rows and columns of one matrix.
+        rows: the moments of all matrices' rows.
+        columns: the moments of all matrices' columns.
+    """
 
     param: WholeParam
     height: int
@@ -40,7 +50,7 @@ class _Moments:
     columns: Tensor
 
     @classmethod
-    def of(cls, param: WholeParam, like: Tensor) -> _Moments:
+    def zeros(cls, param: WholeParam, like: Tensor) -> _Moments:
         sizes = param.shape[-2:] if len(param.shape) >= 2 else (param.numel, 1)
         height, width = (max(1, size) for size in sizes)
         rows = param.numel // width
@@ -54,8 +64,12 @@ class _Moments:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """This rank's part of a parameter, flat, which begins at its element `start`. `average` is the
-    first moment, if there is any."""
+    """This rank's part of a parameter.
+
+    Attributes:
+        start: the index of the part's first element in the flattened parameter.
+        weight, grad, average: the part's weights, gradients and first moment, flat.
+    """
 
     moments: _Moments
     start: int
@@ -71,21 +85,21 @@ class _Part:
 
     @property
     def rows(self) -> slice:
-        """The rows that it has elements of."""
+        """The range of rows of which the part has elements."""
         stop = self.start + self.grad.numel()
         return slice(self.start // self.moments.width, -(-stop // self.moments.width))
 
     def in_rows(self, rows: Tensor) -> Tensor:
-        """Its elements of those rows, a view."""
+        """Returns the part's elements of a tensor with the values of all its rows. A view."""
         first = self.start - self.rows.start * self.moments.width
         return rows.view(-1)[first : first + self.grad.numel()]
 
     def add_squares(self, rows: Tensor, columns: Tensor) -> None:
-        """Adds the sums of the squares of its gradient to those of its rows and columns."""
-        within = self.rows
-        squares = self.grad.new_zeros(within.stop - within.start, self.moments.width)
+        """Adds the gradient's sums of squares over rows and columns to the parameter's."""
+        extent = self.rows
+        squares = self.grad.new_zeros(extent.stop - extent.start, self.moments.width)
         torch.square(self.grad, out=self.in_rows(squares))
-        rows[within] += squares.sum(1)
+        rows[extent] += squares.sum(1)
         columns = columns.view(-1, self.moments.width)
         if len(columns) == 1:
             columns += squares.sum(0)
@@ -93,7 +107,7 @@ class _Part:
             columns.index_add_(0, self.matrix_numbers(), squares.double())
 
     def matrix_numbers(self) -> Tensor:
-        """The matrix that each of its rows is in."""
+        """Returns, for each row of the part, the number of its matrix."""
         numbers = torch.arange(self.rows.start, self.rows.stop, device=self.grad.device)
         return numbers // self.moments.height
 
@@ -104,19 +118,19 @@ class _Part:
             self.grad.mul_(moments.rows[self.rows].to(device).rsqrt())
             return
         rows = moments.rows.view(-1, moments.height)
-        of_rows = (rows / rows.mean(dim=1, keepdim=True)).rsqrt_().view(-1)[self.rows]
-        of_columns = moments.columns.view(-1, moments.width).rsqrt()
-        if len(of_columns) > 1:
-            of_columns = of_columns[self.matrix_numbers().to(of_columns.device)]
-        self.grad.mul_(self.in_rows((of_rows.unsqueeze(1) * of_columns).to(device)))
+        row_factors = (rows / rows.mean(dim=1, keepdim=True)).rsqrt_().view(-1)[self.rows]
+        column_factors = moments.columns.view(-1, moments.width).rsqrt()
+        if len(column_factors) > 1:
+            column_factors = column_factors[self.matrix_numbers().to(column_factors.device)]
+        self.grad.mul_(self.in_rows((row_factors.unsqueeze(1) * column_factors).to(device)))
 
     def apply(self, rms: Tensor, clip: Tensor) -> None:
-        """Changes the weights by the update in the gradient. `rms`: the parameter's root mean
-        square; `clip`: what the update is divided by."""
+        """Applies the update, which `grad` contains, to the weights. `rms` is the parameter's root
+        mean square. The update is divided by `clip`."""
         group, rate = self.group, self.group["lr"]
         if group["relative_step"]:
-            least = 1e-6 * self.step if group["warmup_init"] else 1e-2
-            rate = min(least, self.step**-0.5)
+            highest = 1e-6 * self.step if group["warmup_init"] else 1e-2
+            rate = min(highest, self.step**-0.5)
         lr = rms.new_tensor(rate)
         if group["scale_parameter"]:
             lr = rms.clamp(min=group["eps"][1]) * rate
@@ -129,13 +143,14 @@ class _Part:
 
 
 class AdafactorUpdate:
-    """The update of an Adafactor that holds shards, made at the beginning of its `step`."""
+    """Updates the shards of an Adafactor optimizer at the beginning of the optimizer's `step`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._whole_params = WholeParamOps([], {})
         self._moments: list[_Moments] = []  # by the parameter's number
-        # `NeedsWholeParams`, and what `ShardedOptimizer.replicated_state` looks for.
+        # Makes the optimizer a `NeedsWholeParams`, with state for
+        # `ShardedOptimizer.replicated_state`.
         vars(optimizer)["bind_whole_params"] = self.bind_whole_params
         vars(optimizer)["replicated_state"] = self.replicated_state
         optimizer.register_step_pre_hook(self._update)
@@ -144,10 +159,10 @@ class AdafactorUpdate:
         self._whole_params = whole_params
         tensor = next(iter(whole_params.segments), torch.zeros(0))
         like = tensor.new_empty(0, dtype=torch.promote_types(tensor.dtype, torch.float32))
-        self._moments = [_Moments.of(param, like) for param in whole_params.params]
+        self._moments = [_Moments.zeros(param, like) for param in whole_params.params]
 
     def replicated_state(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of the second moments, which are equal on all ranks."""
+        """Yields (name, tensor) of the second moments, which are equal on all ranks."""
         for moments in self._moments:
             name = moments.param.name
             if moments.is_factored:
@@ -158,12 +173,12 @@ class AdafactorUpdate:
 
     @torch.no_grad()
     def _update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Collective if parameters are sharded."""
+        """Updates all parameters. Collective if parameters are sharded."""
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         if all(tensor.grad is None for tensor in tensors):
-            return  # the engine's steps have gradients on every rank
+            return  # not a step of the engine, in which every rank has gradients
         device = tensors[0].device
-        updated = [self._moments[it.number] for it in self._whole_params.params_of(tensors)]
+        updated = [self._moments[param.number] for param in self._whole_params.params_of(tensors)]
         parts = [part for group in optimizer.param_groups for part in self._parts_of(group)]
         sizes = self._update_moments(updated, parts, device)
         for part in parts:
@@ -172,13 +187,14 @@ class AdafactorUpdate:
         steps = self._whole_params.sum_over_ranks(squares)
         for part in parts:
             number, numel = part.param.number, part.param.numel
-            rms, step = ((it[number] / numel).sqrt() for it in (sizes, steps))
+            rms = (sizes[number] / numel).sqrt()
+            step = (steps[number] / numel).sqrt()
             part.apply(rms, (step / part.group["clip_threshold"]).clamp_(min=1.0))
         for tensor in tensors:
-            tensor.grad = None  # taken
+            tensor.grad = None  # the optimizer's own update must not apply it
 
     def _parts_of(self, group: dict[str, Any]) -> Iterator[_Part]:
-        """This rank's parts of a group's parameters, whose steps are counted."""
+        """Yields this rank's parts of a group's parameters, and counts their step."""
         for tensor in group["params"]:
             if tensor.grad is None:
                 continue
@@ -202,7 +218,7 @@ class AdafactorUpdate:
                 )
 
     def _squares(self, values: Iterable[tuple[int, Tensor]], device: torch.device) -> Tensor:
-        """The sum of the squares of this rank's part of each parameter, by number."""
+        """Returns the sum of squares of this rank's part of each parameter, by number."""
         squares = torch.zeros(len(self._moments), dtype=torch.float64, device=device)
         for number, value in values:
             squares[number] += value.norm().double().square()
@@ -212,19 +228,23 @@ class AdafactorUpdate:
         self, updated: Sequence[_Moments], parts: Sequence[_Part], device: torch.device
     ) -> Tensor:
         """Updates the second moments of these parameters. Returns the sum of squares of each
-        parameter, by number."""
+        parameter's weights, by number."""
         lengths = [len(self._moments), len(self._moments)]
-        lengths += [len(it) for moments in updated for it in (moments.rows, moments.columns)]
-        squares, steps, *flat = torch.zeros(sum(lengths), dtype=torch.float64, device=device).split(
-            lengths
-        )
+        for moments in updated:
+            lengths += [len(moments.rows), len(moments.columns)]
+        zeros = torch.zeros(sum(lengths), dtype=torch.float64, device=device)
+        squares, steps, *flat = zeros.split(lengths)
         squares += self._squares([(part.param.number, part.weight) for part in parts], device)
-        numbers = [it.param.number for it in updated]
-        sums = dict(zip(numbers, zip(flat[::2], flat[1::2], strict=True), strict=True))
+        sums = {
+            moments.param.number: (rows, columns)
+            for moments, rows, columns in zip(updated, flat[::2], flat[1::2], strict=True)
+        }
         for part in parts:
-            # A rank may have no part of a parameter, and so not know its step.
+            # Summed over elements, because a rank that has no part of a parameter does not know
+            # the parameter's step.
             steps[part.param.number] += part.step * part.grad.numel()
-            part.add_squares(*sums[part.param.number])
+            rows, columns = sums[part.param.number]
+            part.add_squares(rows, columns)
         total = self._whole_params.sum_over_ranks(torch.cat([squares, steps, *flat]))
         squares, steps, *flat = torch.split(total, lengths)
         for moments, rows, columns in zip(updated, flat[::2], flat[1::2], strict=True):

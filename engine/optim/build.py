@@ -34,7 +34,8 @@ OptimizerLike = torch.optim.Optimizer | OptimizerFactory
 
 
 class NoOptimizer(ShardedOptimizer):
-    """Placeholder in an engine that only evaluates: no parameter groups, in checkpoints neither."""
+    """Placeholder in an engine that only evaluates. It has no parameter groups, so checkpoints have
+    none either."""
 
     def __init__(self) -> None:
         empty = torch.optim.SGD([{"params": []}], lr=0.0)  # torch refuses an empty list
@@ -46,7 +47,7 @@ class NoOptimizer(ShardedOptimizer):
 
 
 def no_optimizer_error(call: str) -> EngineError:
-    """The error for training with an engine that has no optimizer."""
+    """Returns the error for training with an engine that has no optimizer."""
     return EngineError(
         f"{call}() was called, but the engine has no optimizer and can only evaluate",
         allowed="engine(...), save_16bit_model, save_checkpoint, load_checkpoint",
@@ -58,7 +59,7 @@ def no_optimizer_error(call: str) -> EngineError:
 def regroup_for_optimizer(
     config: OptimizerConfig | None, model: nn.Module, groups: ParamGroups
 ) -> ParamGroups:
-    """Split parameter groups where the config's optimizer treats parameters differently."""
+    """Split parameter groups if the config's optimizer has different algorithms for parameters."""
     row = OPTIMIZER_PARAMS.get(config.type) if config is not None else None
     if config is None or row is None or not row.group_splitter:
         return groups
@@ -73,11 +74,12 @@ def make_optimizer(
     shards: Sequence[OptimizerShard],
     update_dtype: torch.dtype | None = None,
 ) -> ShardedOptimizer:
-    """The optimizer of this rank: the user's own, else the config's, else `NoOptimizer`. Raises
+    """Returns this rank's optimizer: the user's own, else the config's, else `NoOptimizer`. Raises
     ConfigError if the optimizer cannot work on shards.
 
     Args:
-        given: an optimizer over the model's parameters, or a function of groups that makes one.
+        given: an optimizer over the model's parameters, or a function that makes an optimizer from
+            parameter groups.
         update_dtype: see `ShardedOptimizer`.
     """
     check_elementwise(given)
@@ -104,9 +106,9 @@ def make_optimizer(
 
 
 def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
-    """The constructor that a config's `optimizer` section selects: a row of `OPTIMIZER_PARAMS`, a
-    class of torch.optim by its name, or any optimizer class by its dotted name. Raises ConfigError
-    if a param is unknown to the optimizer, or has a wrong value."""
+    """Returns the constructor that a config's `optimizer` section selects: a row of
+    `OPTIMIZER_PARAMS`, a class of torch.optim by its name, or any optimizer class by its dotted
+    name. Raises ConfigError if a param is unknown to the optimizer, or has a wrong value."""
     row = OPTIMIZER_PARAMS.get(config.type)
     if row is not None:
         implementation = _import_name(row.implementation)
@@ -134,8 +136,8 @@ def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
 
 
 def _check_elementwise_by_trial(make: OptimizerFactory, name: str) -> None:
-    """Train two dozen numbers, as one matrix and split in two, and compare the results. Raises
-    ConfigError if the results differ, so that updates are not elementwise, or if training fails."""
+    """Train two dozen numbers, once as a matrix and once split in two, and compare the results.
+    Raises ConfigError if training fails, or the results differ: updates are not elementwise."""
     start, *grads = torch.randn(4, 24, generator=torch.Generator().manual_seed(0))
 
     def train(split: Callable[[Tensor], Sequence[Tensor]]) -> Tensor:

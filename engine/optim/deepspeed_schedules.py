@@ -1,6 +1,6 @@
 """DeepSpeed's learning-rate schedules, under its class names, with its arguments and attributes.
 
-Their parameters and rates are those of `engine/config/schedules.py`; a config's `scheduler` section
+Parameters and rates are defined in `engine/config/schedules.py`. A config's `scheduler` section
 makes an instance of the class that its `type` names. Attributes are read-only: the rates follow
 from the parameters.
 """
@@ -18,7 +18,7 @@ from rayzero.engine.errors import ConfigError
 
 
 class StepSchedule:
-    """Sets lr, and betas if the curve has them, of every group as a function of the iteration.
+    """Sets every group's lr, and its betas if the curve has them, as a function of the iteration.
 
     Its methods are those of DeepSpeed's and torch's schedulers. `last_batch_iteration` is the
     number of finished steps minus one, as DeepSpeed counts.
@@ -37,28 +37,28 @@ class StepSchedule:
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._has_betas = "betas" in optimizer.defaults
         self.last_batch_iteration = curve.last_batch_iteration
-        if self.last_batch_iteration == -1:  # else step 1 uses the configured lr
+        if self.last_batch_iteration == -1:  # for other values, step 1 uses the configured lr
             self._set_group_options()
 
     def step(
         self, last_batch_iteration: int | None = None, *, batch_iteration: int | None = None
     ) -> None:
-        """Advance by one iteration, or to the given one, under either of DeepSpeed's names."""
+        """Advance by one iteration, or to the given one. DeepSpeed has both argument names."""
         given = batch_iteration if last_batch_iteration is None else last_batch_iteration
         self.last_batch_iteration = self.last_batch_iteration + 1 if given is None else given
         self._set_group_options()
 
     def get_lr(self) -> list[float]:
-        """Each group's lr at this iteration."""
+        """Returns each group's lr at this iteration."""
         iteration = self.last_batch_iteration
         return [self.curve.lr(iteration, group, lr) for group, lr in enumerate(self._base_lrs)]
 
     def get_last_lr(self) -> list[float]:
-        """Each group's lr now."""
+        """Returns the lr that each group has now."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_mom(self) -> list[BetaPair] | None:
-        """Each group's betas at this iteration; None where they do not cycle."""
+        """Returns each group's betas at this iteration, or None if they do not cycle."""
         numbers = range(len(self._base_lrs))
         betas = [self.curve.betas(self.last_batch_iteration, number) for number in numbers]
         cycled = [pair for pair in betas if pair is not None]
@@ -68,13 +68,13 @@ class StepSchedule:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restores the position. The groups' rates are the optimizer's to restore, as in torch."""
+        """Restores the position. As in torch, the optimizer restores the groups' rates."""
         self.last_batch_iteration = state["last_batch_iteration"]
 
     def _set_group_options(self) -> None:
         groups = self.optimizer.param_groups
         for group, lr in zip(groups, self.get_lr(), strict=True):
-            if isinstance(group["lr"], torch.Tensor):  # which compiled optimizers read
+            if isinstance(group["lr"], torch.Tensor):  # compiled optimizers read this tensor
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
@@ -84,8 +84,8 @@ class StepSchedule:
 
 
 class ConfiguredSchedule(StepSchedule):
-    """A schedule by DeepSpeed's parameters: in the order of its curve's, or by name. Raises
-    ConfigError if one is unknown, missing or wrong. Parameters are attributes, too."""
+    """A schedule with DeepSpeed's parameters, given in DeepSpeed's order or by name. Parameters are
+    also attributes. Raises ConfigError if a parameter is unknown, missing or wrong."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *values: Any, **params: Any) -> None:
         model = LR_CURVES[type(self).__name__]
@@ -96,23 +96,22 @@ class ConfiguredSchedule(StepSchedule):
         super().__init__(_torch_optimizer(optimizer), curve)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "curve":  # not made yet
+        if name.startswith("_") or name == "curve":  # `__init__` has not set it yet
             raise AttributeError(name)
         return getattr(self.curve, name)
 
     def _of_groups(self, value: float | tuple[float, ...] | None) -> list[float]:
-        """A value for each group; None: the configured learning rates."""
+        """Returns a value for each group. None stands for the configured learning rates."""
         if value is None:
             return list(self._base_lrs)
         return [value_for_group(value, group) for group in range(len(self._base_lrs))]
 
 
 def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer, or the one that it wraps."""
-    inner = getattr(optimizer, "optimizer", None)
-    for one in (optimizer, inner):
-        if isinstance(one, torch.optim.Optimizer):
-            return one
+    """Returns `optimizer`, or the torch optimizer that it wraps."""
+    for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
+        if isinstance(candidate, torch.optim.Optimizer):
+            return candidate
     raise ConfigError(
         f"a schedule was given a {type(optimizer).__name__}",
         allowed="a torch optimizer, or a wrapper with one in its attribute `optimizer`",
@@ -120,12 +119,12 @@ def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _param(name: str) -> Any:
-    """A parameter of the schedule as an attribute of another name."""
+    """Returns a property for the curve's attribute `name`, to be used under another name."""
     return property(lambda schedule: getattr(schedule.curve, name))
 
 
 def _per_group(name: str) -> Any:
-    """A parameter as an attribute, with one value for each group."""
+    """Returns a property for the curve's attribute `name`, with one value for each group."""
     return property(lambda schedule: schedule._of_groups(getattr(schedule.curve, name)))
 
 
@@ -156,7 +155,7 @@ class WarmupCosineLR(_Warmup):
     org_lrs = property(lambda self: list(self._base_lrs))
 
     def get_lr_ratio(self) -> float:
-        """The rates at this iteration, relative to the configured ones."""
+        """Returns the ratio of the rates at this iteration to the configured rates."""
         return self.curve.lr(self.last_batch_iteration, 0, 1.0)
 
 

@@ -1,15 +1,17 @@
-"""Muon (Jordan et al., 2024): steps by the orthogonalised momentum of matrices; Adam for the rest.
+"""Muon (Jordan et al., 2024): steps by the orthogonalised momentum of matrices. Other parameters
+use Adam.
 
 A matrix is orthogonalised as a whole, once a step, on the rank that owns it
-(`WholeParamOps.transform`); everything else is elementwise on each rank's shard.
+(`WholeParamOps.transform`). Everything else is elementwise on each rank's shard.
 
 Orthogonalisation is the quintic Newton-Schulz iteration with Keller Jordan's coefficients, which
-brings singular values to between 0.7 and 1.2 in few steps. Two methods, equal except for rounding:
+brings singular values to between 0.7 and 1.2 in few steps. Two methods differ only in rounding:
 
-- standard: on the matrix itself, in bfloat16, as torch.optim.Muon does.
-- gram: on the smaller Gram matrix X X', which is all that the polynomial needs. The accumulated
-  factor is applied to X at the end, and once in between because rounding errors grow in the Gram
-  matrix (gram Newton-Schulz, T. Dao et al., 2026). In fp16 on GPUs, else in the matrix's dtype.
+- standard: iterates on the matrix X itself, in bfloat16, as torch.optim.Muon does.
+- gram: iterates on the smaller Gram matrix X X', which is all that the polynomial needs. The
+  accumulated factor is applied to X at the end, and once in between because rounding errors grow in
+  the Gram matrix (gram Newton-Schulz, T. Dao et al., 2026). Uses fp16 on GPUs, elsewhere fp32, or
+  fp64 for fp64 matrices.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ NEWTON_SCHULZ_METHODS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "gram": newton_schulz_gram,
 }
 INPUT_DTYPES = {"standard": torch.bfloat16, "gram": None}
-"""The dtype that a method casts its input to, and in which values may be communicated."""
+"""The dtype to which each method casts its input, and in which values may be communicated. None if
+the method does not round its input."""
 
 
 def _normalize(matrix: Tensor) -> Tensor:
@@ -74,13 +77,14 @@ def _normalize(matrix: Tensor) -> Tensor:
 
 
 def _mul_add(term: Tensor, beta: float, left: Tensor, right: Tensor, alpha: float) -> Tensor:
-    """beta * term + alpha * left @ right, rounded once."""
+    """Returns beta * term + alpha * left @ right, rounded once."""
     add = torch.addmm if term.ndim == 2 else torch.baddbmm
     return add(term, left, right, beta=beta, alpha=alpha)
 
 
 def _transpose_if_tall(x: Tensor, matrix: Tensor) -> Tensor:
-    """x', if `matrix` has more rows than columns: so the Gram matrix is the smaller one."""
+    """Returns the transpose of `x` if `matrix` has more rows than columns, else `x`, so that the
+    Gram matrix is the smaller one."""
     return x.mT if matrix.size(-2) > matrix.size(-1) else x
 
 
@@ -108,14 +112,15 @@ class Muon(torch.optim.Optimizer):
         self._inferred_groups = [
             number for number, group in enumerate(groups) if "use_muon" not in group
         ]
-        # torch's Adam, which works on the groups and the state of this optimizer.
+        # Works on the groups and the state of this optimizer.
         adam_class = torch.optim.AdamW if decoupled else torch.optim.Adam
         self._adam = adam_class([torch.zeros(0)], fused=True)
         super().__init__([_with_defaults(group, self._adam.defaults) for group in groups], {})
         self._whole_params = WholeParamOps.of_optimizer(self)
 
     def bind_whole_params(self, whole_params: WholeParamOps) -> None:
-        """Raises ConfigError: `use_muon` of a group is wrong or cannot be inferred."""
+        """Uses these whole parameters. Raises ConfigError if a group's `use_muon` is wrong or
+        cannot be inferred."""
         for number, group in enumerate(self.param_groups):
             shapes = [param.shape for param in whole_params.params_in_groups([number])]
             not_matrices = [shape for shape in shapes if not is_matrix(shape)]
@@ -170,7 +175,7 @@ class Muon(torch.optim.Optimizer):
             self._adam.step()
 
     def _update_momentum(self, tensor: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        """Update the momentum and replace the gradient by the matrix to orthogonalise."""
+        """Update the momentum. Returns the gradient's memory with the matrix to orthogonalise."""
         state = self.state[tensor]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(tensor)
@@ -188,10 +193,10 @@ def is_matrix(shape: Sequence[int]) -> bool:
 
 
 def update_scale(shape: Sequence[int], how: str) -> float:
-    """Factor of a matrix's step, which depends on its shape.
+    """Returns the factor of a matrix's step, which depends on the matrix's shape.
 
-    "original" is Jordan's, of the last two dimensions; "match_rms_adamw" gives steps the root mean
-    square of AdamW's (Liu et al., 2025).
+    "original" is Jordan's factor, from the last two dimensions. "match_rms_adamw" gives steps the
+    root mean square of AdamW's (Liu et al., 2025).
     """
     if how == "match_rms_adamw":
         rows, columns = _matrix_shape(shape)[-2:]
@@ -200,12 +205,13 @@ def update_scale(shape: Sequence[int], how: str) -> float:
 
 
 def _matrix_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """A convolution's filters form one matrix; other shapes are batches of matrices."""
+    """Returns (rows, columns) for a convolution, whose filters form one matrix. Other shapes are
+    batches of matrices, and returned unchanged."""
     return (shape[0], prod(shape[1:])) if len(shape) == 4 else tuple(shape)
 
 
 def _with_defaults(group: dict[str, Any], torch_defaults: dict[str, Any]) -> dict[str, Any]:
-    """A group with all options of its algorithm, for Adam those of torch included."""
+    """Returns a group with all options of its algorithm. For Adam that includes torch's options."""
     params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
     all_matrices = bool(params) and all(is_matrix(param.shape) for param in params)
     muon = group.get("use_muon", all_matrices)

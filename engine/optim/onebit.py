@@ -1,8 +1,9 @@
 """Optimizers whose momenta are reduced as signs: 1-bit Adam, 0/1 Adam, 1-bit LAMB.
 
-`compression/gradients.py` reduces gradients in steps that change variances, momenta in the others,
-and passes in the gradient that yields the reduced momentum. Every step is synchronized: 0/1 Adam's
-local steps, which leave ranks with different weights, are not done.
+`compression/gradients.py` reduces gradients in steps that change variances, and momenta in the
+other steps. In the latter the optimizer gets the gradient that yields the reduced momentum. Every
+step is synchronized: 0/1 Adam's local steps, which leave ranks with different weights, are not
+implemented.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ from rayzero.engine.optim.whole_params import WholeParamOps
 
 
 class MomentumReduced(torch.optim.Optimizer):
-    """Base of these optimizers; the state has `step` and `exp_avg`."""
+    """Base of optimizers whose momenta are reduced. Their state has `step` and `exp_avg`."""
 
     freeze_step: int
 
     def is_variance_frozen(self, weight: Tensor) -> bool:
-        """Whether the next step of this parameter leaves its variance unchanged."""
+        """Returns whether the parameter's next step leaves its variance unchanged."""
         steps = self.state.get(weight, {}).get("step")
         return steps is not None and self.freezes_after(float(steps))
 
     def freezes_after(self, steps: float) -> bool:
-        """Whether the step after so many, which a memory plan sets to infinity, leaves variances
-        unchanged."""
+        """Returns whether the step after `steps` steps leaves variances unchanged. A memory plan
+        asks this for infinity."""
         return steps >= self.freeze_step
 
 
 class OneBitAdam(ElementwiseOptimizer, MomentumReduced):
     """1-bit Adam (Tang et al., 2021): learns variances during a warm-up, then freezes them.
 
-    After the warm-up ranks communicate momenta, which tolerate compression to signs; gradients
-    under changing variances do not. No bias correction, as in the paper; weight decay is decoupled.
-    `freeze_step` should outlast the schedule's warm-up.
+    After the warm-up, ranks communicate momenta, which tolerate compression to signs. Gradients
+    under changing variances do not. As in the paper there is no bias correction. Weight decay is
+    decoupled. `freeze_step` should be later than the end of the schedule's warm-up.
     """
 
     def __init__(
@@ -81,11 +82,12 @@ class OneBitAdam(ElementwiseOptimizer, MomentumReduced):
 
 
 class ZeroOneAdam(OneBitAdam):
-    """0/1 Adam (Lu et al., 2022) without local steps: signs from the second step on, variances
-    learned ever more rarely.
+    """0/1 Adam (Lu et al., 2022) without local steps: communicates signs from the second step on,
+    and learns variances ever more rarely.
 
-    The first `var_update_scaler` updates of variances are one step apart, the next as many two,
-    then four, and so on; after `var_freeze_step` there are none. `options` are `OneBitAdam`'s.
+    The first `var_update_scaler` updates of variances are one step apart, the next
+    `var_update_scaler` are two steps apart, then four, and so on. After `var_freeze_step` there are
+    none. `options` are those of `OneBitAdam`.
     """
 
     def __init__(
@@ -112,10 +114,11 @@ class OneBitLamb(Lamb, MomentumReduced):
     """1-bit LAMB (Li et al., 2021): LAMB in the warm-up, then frozen variances and a trust ratio
     that follows the variances of the reduced gradients.
 
-    After the warm-up the ratio is the mean of the warm-up's, times max(root of frozen variance /
-    root of fresh variance), which is clamped, also against its last value. As in the paper there
-    is no bias correction. Signs have a scale for each block, so the paper's scaling of momenta to
-    one magnitude is not needed. `options` are those of `OneBitLambParams`.
+    After the warm-up, a parameter's ratio is the mean of its ratios in the warm-up, times a factor:
+    the maximum of sqrt(frozen variance) / sqrt(fresh variance) over the elements, clamped to fixed
+    limits and relative to its last value. As in the paper there is no bias correction. Signs have a
+    scale for each block, so the paper's scaling of momenta to one magnitude is not needed.
+    `options` are those of `OneBitLambParams`.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, **options: Any) -> None:
@@ -125,7 +128,9 @@ class OneBitLamb(Lamb, MomentumReduced):
         self._factor_limits = own.pop("factor_min"), own.pop("factor_max")
         self._factor_threshold = own.pop("factor_threshold")
         self._coefficients = torch.zeros(0)
-        self._frozen: list[tuple[Tensor, Tensor]] = []  # of each segment, see `_frozen_update`
+        # In steps with frozen variances, of each segment: the highest ratio of the variances'
+        # roots, and the norm of the step without weight decay.
+        self._frozen: list[tuple[Tensor, Tensor]] = []
         super().__init__(params, **own | {"lr": lr, "bias_correction": False})
         self.bind_whole_params(self._whole_params)
 
@@ -133,12 +138,12 @@ class OneBitLamb(Lamb, MomentumReduced):
         super().bind_whole_params(whole_params)
         device = next((tensor.device for tensor in whole_params.segments), torch.device("cpu"))
         size = len(whole_params.params)
-        # By parameter: the mean trust ratio of the warm-up, the last factor.
+        # By parameter: the mean trust ratio of the warm-up, and the last factor.
         self._coefficients = torch.zeros(2, size, dtype=torch.float64, device=device)
         self._coefficients[1] = 1.0
 
     def replicated_state(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of state that is equal on all ranks and belongs to no element."""
+        """Yields (name, tensor) of state that is equal on all ranks and belongs to no element."""
         yield "onebit_lamb/coefficients", self._coefficients
 
     def _update_moments(
@@ -162,28 +167,33 @@ class OneBitLamb(Lamb, MomentumReduced):
         root.add_(group["eps"])
         ratios = (root / (fresh.sqrt() + group["eps"])).masked_fill_(never, 0.0)
         torch.div(state["exp_avg"], root, out=grad).masked_fill_(never, 0.0)
-        flat, prelim = ratios.view(-1), grad.view(-1)
-        ranges = [segment.tensor_range for segment in self._whole_params.segments[tensor]]
-        self._frozen += [(flat[it].max(), prelim[it].norm()) for it in ranges]
+        flat_ratios, flat_step = ratios.view(-1), grad.view(-1)
+        for segment in self._whole_params.segments[tensor]:
+            extent = segment.tensor_range
+            self._frozen.append((flat_ratios[extent].max(), flat_step[extent].norm()))
         grad.add_(tensor, alpha=group["weight_decay"])
         return self._segment_updates(tensor, grad, group["lr"])
 
     def _trust_ratios(self, updates: Sequence[LambUpdate]) -> Tensor:
-        """Lamb's trust ratios during warm-up, whose means are kept; later from the factors."""
+        """Returns Lamb's trust ratios in the warm-up, and keeps their means. Later, returns the
+        means times the factors."""
         mean, last = self._coefficients.unbind()
         if not self._frozen:
             ratios = super()._trust_ratios(updates)
             beta = self._coeff_beta
             mean.copy_(torch.where(ratios != 1.0, beta * mean + (1 - beta) * ratios, mean))
             return ratios
-        highest, prelim = (torch.stack(it).double() for it in zip(*self._frozen, strict=True))
+        highest = torch.stack([ratio for ratio, _ in self._frozen]).double()
+        undecayed_norms = torch.stack([norm for _, norm in self._frozen]).double()
         self._frozen.clear()
-        numbers = get_device(mean.device).send([it.param_number for it in updates], torch.int64)
-        norms = torch.stack(torch._foreach_norm([it.direction for it in updates])).double()
+        param_numbers = [update.param_number for update in updates]
+        numbers = get_device(mean.device).send(param_numbers, torch.int64)
+        directions = [update.direction for update in updates]
+        norms = torch.stack(torch._foreach_norm(directions)).double()
         sums = torch.zeros(2, len(mean), dtype=torch.float64, device=mean.device)
-        sums.index_add_(1, numbers, torch.stack([prelim, norms]).square())
+        sums.index_add_(1, numbers, torch.stack([undecayed_norms, norms]).square())
         factor = torch.zeros_like(mean).scatter_reduce_(0, numbers, highest, "amax")
-        # With weight decay the variance counts by its part in the update.
+        # With weight decay, the factor applies to the part of the step that is not weight decay.
         part = (sums[0].sqrt() / sums[1].sqrt()).nan_to_num_(1.0).clamp_(max=1.0)
         factor = (factor * part + 1.0 - part).clamp_(*self._factor_limits)
         threshold = self._factor_threshold

@@ -14,9 +14,9 @@ from rayzero.engine.config.optimizers import LambParams
 from rayzero.engine.device import get_device
 from rayzero.engine.optim.whole_params import WholeParamOps
 
-CHUNK_NUMEL = 1 << 16  # elements of a CPU tensor updated at once, to stay in a core's cache
-# A step count at which torch's corrections 1 - beta^step are exactly 1. Adding 1 to it gives the
-# same float32, so the count never changes.
+CHUNK_NUMEL = 1 << 16  # elements of a CPU tensor updated at once, so that they fit a core's cache
+# A step count at which torch's corrections 1 - beta^step are exactly 1. In float32, adding 1 gives
+# the same number, so the count never changes.
 NO_CORRECTION_STEP = 1e15
 
 
@@ -45,7 +45,7 @@ class Lion(ElementwiseOptimizer):
 
     Args:
         lr: learning rate, usually a tenth to a third of AdamW's.
-        betas: of the step's interpolation and of the momentum; DeepSpeed's defaults.
+        betas: coefficients of the step's interpolation and of the momentum, as in DeepSpeed.
         weight_decay: decoupled.
     """
 
@@ -79,7 +79,8 @@ class Lion(ElementwiseOptimizer):
 
 @dataclass(frozen=True)
 class LambUpdate:
-    """Update of this rank's segment of a parameter: flat views, bias-corrected step size."""
+    """The update of this rank's segment of a parameter. `weight` and `direction` are flat views,
+    `step_size` is bias-corrected."""
 
     param_number: int
     weight: Tensor
@@ -91,9 +92,9 @@ class Lamb(torch.optim.Optimizer):
     """LAMB (You et al., 2020): Adam's step, scaled for each parameter by its trust ratio.
 
     The ratio is |weight| / |step| of the whole parameter, so ranks all-reduce squared norms, two
-    numbers a parameter. As in DeepSpeed the ratio is clamped, and the bias corrections scale the
-    whole step including weight decay. Gradients are overwritten. `options`, and their defaults, are
-    those of `LambParams`.
+    numbers for each parameter. As in DeepSpeed, the ratio is clamped, and the bias corrections
+    scale the whole step including weight decay. Gradients are overwritten. `options` and their
+    defaults are those of `LambParams`.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, **options: Any) -> None:
@@ -157,12 +158,15 @@ class Lamb(torch.optim.Optimizer):
         ]
 
     def _trust_ratios(self, updates: Sequence[LambUpdate]) -> Tensor:
-        """Trust ratios by parameter number, float64, where the weights are: no host read."""
+        """Returns the trust ratios by parameter number, in float64, on the weights' device. The
+        host does not wait for them."""
         params = self._whole_params.params
         device = updates[0].weight.device if updates else torch.device("cpu")
         squares = torch.zeros(2, len(params), dtype=torch.float64, device=device)
         if updates:
-            numbers = get_device(device).send([it.param_number for it in updates], torch.int64)
+            numbers = get_device(device).send(
+                [update.param_number for update in updates], torch.int64
+            )
             weights = [update.weight for update in updates]
             directions = [update.direction for update in updates]
             norms = torch.stack(torch._foreach_norm(weights + directions)).view(2, -1)
@@ -177,7 +181,7 @@ class Lamb(torch.optim.Optimizer):
 
 
 class AdamWithoutBiasCorrection(torch.optim.Adam):
-    """torch's Adam with its bias corrections at their limit from the first step on."""
+    """torch's Adam with bias corrections of 1, their limit, from the first step on."""
 
     def step(self, closure: Any = None) -> Any:
         """Update every parameter that has a gradient."""
@@ -201,7 +205,7 @@ def make_adam(
     weight_decay: float | None = None,
     **options: Any,
 ) -> torch.optim.Optimizer:
-    """torch's Adam or AdamW from DeepSpeed's params; weight decay as `AdamParams` documents."""
+    """Returns torch's Adam or AdamW. Arguments are DeepSpeed's: see `AdamParams`."""
     if weight_decay is None:
         weight_decay = 0.01 if torch_adam and adam_w_mode else 0.0
     options["weight_decay"] = weight_decay

@@ -1,4 +1,4 @@
-"""Parameter groups: trained parameters and options of each group; the split of Muon and Adam."""
+"""Parameter groups: each group's trained parameters and options, and the split for Muon."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def find_param_groups(
     given: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None,
     optimizer: torch.optim.Optimizer | None,
 ) -> ParamGroups:
-    """The groups of the user's optimizer, else of `model_parameters`, else one with everything.
+    """Returns the groups of the user's optimizer, else those of `model_parameters` (`given`), else
+    one group with all parameters.
 
     Parameters in no group are frozen, since their gradients would be unused. Raises ConfigError if
     there are no trainable parameters, or a parameter is in two groups or of another model.
@@ -96,18 +97,18 @@ def _freeze_others(names: dict[nn.Parameter, str], group_of: dict[nn.Parameter, 
 
 
 def split_muon_groups(model: nn.Module, groups: ParamGroups, params: MuonParams) -> ParamGroups:
-    """Split every parameter group into a Muon and an Adam group; empty ones are dropped.
+    """Split every parameter group into a Muon and an Adam group. Empty groups are dropped.
 
     A parameter's own `use_muon` decides, then its group's, then DeepSpeed's rule: Muon for
     parameters of two dimensions or more with neither "embed" nor "lm_head" in the name. A group's
     options override `muon_lr` and `adam_lr`, which override `lr`. Raises ConfigError if `use_muon`
     is set for a vector.
     """
-    keys = {
-        param: (number, _uses_muon(name, param, groups.options[number]))
-        for name, param in model.named_parameters()
-        if (number := groups.group_of.get(param)) is not None
-    }
+    keys: dict[nn.Parameter, tuple[int, bool]] = {}
+    for name, param in model.named_parameters():
+        number = groups.group_of.get(param)
+        if number is not None:
+            keys[param] = number, _uses_muon(name, param, groups.options[number])
     new_numbers: dict[tuple[int, bool], int] = {}
     for number in range(len(groups.options)):
         for muon in (True, False):
@@ -135,7 +136,7 @@ def _uses_muon(name: str, param: nn.Parameter, group: dict[str, Any]) -> bool:
 
 
 def _group_options(params: MuonParams, group: dict[str, Any], *, muon: bool) -> dict[str, Any]:
-    """Options of one algorithm's group: the config's params, overridden by the group's."""
+    """Returns the options of a Muon or Adam group: the config's params, overridden by `group`."""
     defaults = MUON_DEFAULTS if muon else ADAM_DEFAULTS
     options = {key: getattr(params, key) for key in defaults}
     lrs = (params.muon_lr if muon else params.adam_lr, params.lr, defaults["lr"])

@@ -15,15 +15,15 @@ from rayzero.engine.optim.deepspeed_schedules import DEEPSPEED_SCHEDULES
 
 
 class Scheduler(Protocol):
-    """The scheduler interface that the engine uses; torch's schedulers have it."""
+    """The scheduler interface that the engine uses. torch's schedulers have it."""
 
     def step(self) -> Any:
         """Advance after a finished optimizer step."""
 
 
 def make_schedule(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> Scheduler:
-    """The scheduler that a config's `scheduler` section selects. Raises ConfigError if a parameter
-    is unknown or wrong."""
+    """Returns the scheduler that a config's `scheduler` section selects. Raises ConfigError if a
+    parameter is unknown or wrong."""
     if config.type in DEEPSPEED_SCHEDULES:
         return DEEPSPEED_SCHEDULES[config.type](optimizer, **config.params)
     make: Callable[..., Scheduler] = getattr(torch.optim.lr_scheduler, config.type)
@@ -41,7 +41,7 @@ def make_schedule(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> 
 def _dry_run(
     make: Callable[..., Scheduler], params: dict[str, Any], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Step such a scheduler with a dummy optimizer: torch detects some mistakes only then."""
+    """Step such a scheduler with a dummy optimizer. torch detects some mistakes only in a step."""
     groups = [
         {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": group["lr"]}
         for group in optimizer.param_groups
@@ -55,7 +55,7 @@ def _dry_run(
 
 def check_schedule(scheduler: Scheduler, optimizer: torch.optim.Optimizer) -> Scheduler:
     """Return the user's own scheduler if the engine can step it. Raises ConfigError if its `step`
-    requires arguments, or it drives another optimizer."""
+    requires arguments, or if it drives another optimizer than `optimizer`."""
     name = type(scheduler).__name__
     try:
         inspect.signature(scheduler.step).bind()

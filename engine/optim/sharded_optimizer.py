@@ -1,9 +1,9 @@
 """The optimizer of one rank: a torch optimizer over this rank's shards of the main weights.
 
-Most optimizers are elementwise and need nothing but their shard; the others access whole
-parameters through `whole_params`. A parameter group's part of a unit is contiguous in the unit's
-flat buffer, hence one tensor. Shards are updated in chunks: those on the device at once, offloaded
-ones as their store brings them into memory.
+Most optimizers are elementwise and need only their shard. The others access whole parameters
+through `whole_params`. A parameter group's part of a unit is contiguous in the unit's flat buffer,
+hence one tensor. Shards are updated in chunks: those on the device all at once, offloaded ones as
+their store brings them into memory.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class OptimizerShard:
 
 
 def optimizer_shards(units: Sequence[Unit]) -> list[OptimizerShard]:
-    """All shards of this rank, as views of the units' main weights and main grads; cut into the
-    chunks in which state is read from files."""
+    """Returns all shards of this rank, as views of the units' main weights and main grads. State in
+    files is read in chunks, into which its shards are cut."""
     shards = []
     for unit in units:
         if unit.main_weights is None or unit.grads is None:
@@ -70,10 +70,10 @@ class ShardedOptimizer:
 
     Attributes:
         torch_optimizer: the optimizer that learning-rate schedulers and users see.
-        shards: what it updates.
-        resets_other_state: a saved state of another optimizer is left out instead of refused.
-        update_dtype: that of updates and of optimizer state; None for the main weights' own. While
-            a chunk is updated, its weights are copies in that dtype.
+        shards: the shards that the torch optimizer updates.
+        resets_other_state: a saved state of another optimizer is ignored instead of refused.
+        update_dtype: the dtype of updates and of optimizer state. None for the main weights' dtype.
+            While a chunk is updated, its weights are copies in that dtype.
     """
 
     def __init__(
@@ -88,16 +88,16 @@ class ShardedOptimizer:
         self._set_shards(shards)
 
     def rebind(self, shards: Sequence[OptimizerShard]) -> None:
-        """Updates these shards from now on. Their state is as it is in the torch optimizer; its
-        parameter groups keep their options."""
+        """Updates these shards from now on. The torch optimizer's state and the options of its
+        parameter groups do not change."""
         self._set_params(shards)
         self._set_shards(shards)
 
     def bind_whole_params(
         self, units: Sequence[Unit], collectives: Collectives, device: torch.device
     ) -> None:
-        """Gives the torch optimizer access to whole parameters, if it needs that, of all units;
-        they are assembled on `device`. Raises as its `bind_whole_params`."""
+        """Gives the torch optimizer access to the whole parameters of all units, if it needs that.
+        They are assembled on `device`. Raises what the optimizer's `bind_whole_params` raises."""
         if isinstance(self.torch_optimizer, NeedsWholeParams):
             shards: dict[Tensor, tuple[Unit, slice]] = {
                 shard.weight: (shard.unit, shard.layout_range) for shard in self.shards
@@ -122,7 +122,7 @@ class ShardedOptimizer:
         stores = {id(shard.unit.state_store): shard.unit.state_store for shard in shards}.values()
         self._chunks_by_store = [
             (store, _make_chunks(store, shards))
-            for store in sorted(stores, key=lambda it: it.memory_kind is not MemoryKind.DEVICE)
+            for store in sorted(stores, key=lambda store: store.memory_kind != MemoryKind.DEVICE)
         ]
 
     def step(self, factor: float, unused: UnusedRanges = MappingProxyType({})) -> None:
@@ -130,18 +130,19 @@ class ShardedOptimizer:
 
         Steps the torch optimizer once per chunk, with the chunk's shards as its only parameters.
         Collective for optimizers that use whole parameters, local for all others. Weights and state
-        of what is `unused`, whose gradients are zero, stay as they are.
+        of `unused` ranges, whose gradients are zero, do not change.
         """
         with closing(self.chunks()) as chunks:
             for shards in chunks:
-                with self._unchanged([it for it in shards if it.unit.name in unused], unused):
+                affected = [shard for shard in shards if shard.unit.name in unused]
+                with self._unchanged(affected, unused):
                     self._step_shards(shards, factor)
 
     @contextmanager
     def _unchanged(self, shards: Sequence[OptimizerShard], unused: UnusedRanges) -> Iterator[None]:
-        """Around an update: keeps copies of weights and state of the `unused` ranges, and restores
-        them. State that does not exist yet is what the update makes of a weight and a gradient of
-        zero: what an optimizer begins with."""
+        """Encloses an update. Copies weights and state of the `unused` ranges before it, and
+        restores them afterwards. State that does not exist yet is made by the update from a weight
+        and a gradient of zero, and so is the state with which an optimizer begins."""
         kept: list[tuple[OptimizerShard, slice, Tensor, dict[str, Tensor]]] = []
         for shard in shards:
             begin, state = shard.layout_range.start, self.state_tensors(shard)
@@ -202,16 +203,18 @@ class ShardedOptimizer:
             self.torch_optimizer.grad_scale = None  # type: ignore[attr-defined]
 
     def state_dtype(self, shard: OptimizerShard) -> torch.dtype:
-        """The dtype of a shard's updates and of its floating-point optimizer state."""
+        """Returns the dtype of a shard's updates and of its floating-point optimizer state."""
         return self.update_dtype or shard.weight.dtype
 
     def state_tensors(self, shard: OptimizerShard) -> dict[str, Tensor]:
-        """A shard's optimizer state by key, without scalars; empty before its first step."""
+        """Returns a shard's optimizer state by key, without scalars. Empty before step 1."""
         state = self.torch_optimizer.state.get(shard.weight, {})
-        return {key: it for key, it in state.items() if isinstance(it, Tensor) and it.ndim}
+        return {
+            key: value for key, value in state.items() if isinstance(value, Tensor) and value.ndim
+        }
 
     def replicated_state(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of state that is equal on all ranks and belongs to no element."""
+        """Yields (name, tensor) of state that is equal on all ranks and belongs to no element."""
         if hasattr(self.torch_optimizer, "replicated_state"):
             yield from self.torch_optimizer.replicated_state()
 
@@ -225,7 +228,7 @@ class ShardedOptimizer:
 def group_shards(
     shards: Sequence[OptimizerShard], options: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Parameter groups for a torch optimizer: the groups' options with this rank's shards."""
+    """Returns parameter groups for a torch optimizer: the options, and this rank's shards."""
     return [
         {**option, "params": [shard.weight for shard in shards if shard.group == group]}
         for group, option in enumerate(options)
@@ -233,8 +236,8 @@ def group_shards(
 
 
 def check_elementwise(optimizer: object) -> None:
-    """Refuse an optimizer of torch, or its class, that is known not to be elementwise. Raises
-    ConfigError if the update of shards would differ from that of whole parameters."""
+    """Raises ConfigError if a torch optimizer, or its class, is known not to be elementwise. Its
+    update of shards would differ from that of whole parameters."""
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     if issubclass(cls, NeedsWholeParams) or is_adafactor(cls):
         return
@@ -253,7 +256,7 @@ def rebind_params(
 ) -> torch.optim.Optimizer:
     """Put this rank's shards into the user's own optimizer, to which schedulers may already refer.
     Raises ConfigError if the optimizer has taken steps."""
-    # Adagrad has state from the beginning, at step 0.
+    # Adagrad has state before its first step, with a step count of 0.
     if any(float(state.get("step", 1)) for state in optimizer.state.values()):
         raise ConfigError(
             f"the {type(optimizer).__name__} passed to initialize has already taken steps",
@@ -267,7 +270,7 @@ def rebind_params(
 
 
 def reset_state(optimizer: torch.optim.Optimizer) -> None:
-    """Resets the state to that before the first step."""
+    """Resets the optimizer to its state before the first step."""
     optimizer.state.clear()
     if isinstance(optimizer, torch.optim.Adagrad):  # the only one with state before its first step
         groups = [dict(group) for group in optimizer.param_groups]
@@ -277,8 +280,8 @@ def reset_state(optimizer: torch.optim.Optimizer) -> None:
 def _make_chunks(
     store: StateStore, shards: Sequence[OptimizerShard]
 ) -> list[tuple[UpdateChunk, list[OptimizerShard]]]:
-    """The chunks of a store's shards: on the device all at once, elsewhere of one unit and at most
-    `store.chunk_numel` elements."""
+    """Returns the chunks of a store's shards. On the device, all shards are one chunk. Elsewhere, a
+    chunk is of one unit and has at most `store.chunk_numel` elements."""
     stored = [shard for shard in shards if shard.unit.state_store is store]
     if store.memory_kind is MemoryKind.DEVICE:
         return [(_make_chunk(stored), stored)]

@@ -1,12 +1,12 @@
 """Access to whole parameters for optimizers that are not elementwise.
 
-Such an optimizer has `bind_whole_params` and is given a `WholeParamOps`; elementwise optimizers do
-not and pay nothing.
+Such an optimizer has `bind_whole_params`, and is given a `WholeParamOps`. Elementwise optimizers
+have no such method, and this module costs them nothing.
 
-A parameter that is transformed as a whole has one owner. Every rank sends its part to the owner and
-receives the same range of the result: about 1/W of the parameters each way and rank, by
-`Collectives.all_to_all_v`. Owners and holders follow from the layouts, so ranks exchange no
-metadata.
+A parameter that is transformed as a whole is owned by one rank. Every rank sends its part to the
+owner and receives the same range of the result, by `Collectives.all_to_all_v`. Each rank thus sends
+about 1/W of the parameters each way. Owners and holders follow from the layouts, so ranks exchange
+no metadata.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rayzero.engine.zero.unit import Unit
 
 @dataclass(frozen=True)
 class WholeParam:
-    """A trained parameter. `number` is its index over all of them, equal on every rank."""
+    """A trained parameter. `number` is its index in all trained parameters, equal on every rank."""
 
     number: int
     shape: tuple[int, ...]
@@ -44,8 +44,8 @@ class ParamSegment:
     """A rank's part of one parameter.
 
     Attributes:
-        start, stop: range of its elements, flattened.
-        tensor_range: position in the tensor that the optimizer updates.
+        start, stop: the part's range in the flattened parameter.
+        tensor_range: the part's range in the tensor that the optimizer updates.
     """
 
     param: WholeParam
@@ -60,13 +60,13 @@ TransformFn = Callable[[WholeParam, Tensor], Tensor]
 class WholeParamOps:
     """Access to whole parameters. Calls are collective.
 
-    In this class every tensor is a whole parameter, as for an optimizer without an engine;
+    In this class every tensor is a whole parameter, as for an optimizer without an engine.
     `ShardedWholeParamOps` assembles parameters from the ranks' shards.
 
     Args:
         params: all trained parameters, by number.
         segments: the segments in each tensor that the optimizer updates.
-        device: where parameters are transformed; None: where they are.
+        device: the device on which parameters are transformed. None for the parameters' own.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class WholeParamOps:
 
     @classmethod
     def of_optimizer(cls, optimizer: torch.optim.Optimizer) -> WholeParamOps:
-        """The parameters of an optimizer without an engine."""
+        """Makes the ops for the parameters of an optimizer without an engine."""
         params: list[WholeParam] = []
         segments: dict[Tensor, list[ParamSegment]] = {}
         for number, group in enumerate(optimizer.param_groups):
@@ -95,13 +95,13 @@ class WholeParamOps:
         return [param for param in self.params if param.group in groups]
 
     def params_of(self, updated: Sequence[Tensor]) -> list[WholeParam]:
-        """The parameters that tensors which the current step updates are of, on any rank: the same
-        list on every rank."""
+        """Returns the parameters that the current step updates on any rank, given the tensors that
+        it updates on this one. The list is the same on every rank."""
         return [segment.param for tensor in updated for segment in self.segments[tensor]]
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """`values`, summed if ranks hold parts of parameters, on their device. The host waits only
-        if that is not the one of collectives."""
+        """Returns `values`, on their device, summed over the ranks if these hold parts of
+        parameters. The host waits only if collectives run on another device."""
         return values
 
     def transform(
@@ -115,13 +115,13 @@ class WholeParamOps:
         """Replace each parameter's values by `function` of the whole parameter.
 
         Args:
-            groups: parameter groups of the parameters, the same on every rank.
-            updated: tensors that the current step updates, of any group. A step may update some
-                units only, the same on every rank: parameters of other units are left out.
-            parts: this rank's part by parameter number, flat; overwritten.
-            function: called on the owning rank with the flat parameter; returns a flat tensor of
+            groups: the groups whose parameters are transformed, the same on every rank.
+            updated: the tensors that the current step updates, of any group. A step may update only
+                some units, the same on every rank. Parameters of other units are left out.
+            parts: this rank's parts by parameter number, flat. Overwritten with the results.
+            function: called on the owning rank with the flat parameter. Returns a flat tensor of
                 any dtype.
-            dtype: values may be rounded to it in transit; None: not at all.
+            dtype: values may be rounded to this dtype in transit. None if they may not be.
         """
         for number, part in parts.items():
             part.copy_(function(self.params[number], part.to(self._device, dtype)))
@@ -129,8 +129,8 @@ class WholeParamOps:
 
 Segments = list[ParamSegment]
 Plan = tuple[list[Segments], list[Segments]]
-"""This rank's segments by the rank that owns their parameter, and the segments of the parameters
-that this rank owns by the rank that holds them."""
+"""Two lists by rank: this rank's segments by their parameters' owner, and the segments of this
+rank's own parameters by the rank that holds them."""
 
 
 class ShardedWholeParamOps(WholeParamOps):
@@ -138,9 +138,9 @@ class ShardedWholeParamOps(WholeParamOps):
 
     Args:
         units: all units of the engine, in the same order on every rank.
-        shards: the tensors that this rank's optimizer updates: their unit, and the range of its
-            flat layout.
-        device: where parameters are assembled.
+        shards: the tensors that this rank's optimizer updates, with their unit and their range in
+            its flat layout.
+        device: the device on which parameters are assembled.
     """
 
     def __init__(
@@ -168,9 +168,11 @@ class ShardedWholeParamOps(WholeParamOps):
 
     def params_of(self, updated: Sequence[Tensor]) -> list[WholeParam]:
         names = {self._unit_of[tensor].name for tensor in updated}
-        return [
-            it for unit in self._units if unit.name in names for it in self._params_of[unit.name]
-        ]
+        params: list[WholeParam] = []
+        for unit in self._units:
+            if unit.name in names:
+                params += self._params_of[unit.name]
+        return params
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         if not self._sharded:
@@ -233,7 +235,7 @@ class ShardedWholeParamOps(WholeParamOps):
         return self._plans[key]
 
     def _segments_in(self, unit: Unit, extent: slice) -> list[ParamSegment]:
-        """The parameter segments in a range of a unit's flat layout."""
+        """Returns the parameter segments in a range of a unit's flat layout."""
         params = self._params_of[unit.name]
         return [
             ParamSegment(params[part.index], part.start, part.stop, part.memory)
@@ -242,7 +244,8 @@ class ShardedWholeParamOps(WholeParamOps):
 
 
 def choose_owners(params: Sequence[WholeParam], world_size: int) -> dict[int, int]:
-    """The owner of each parameter, balanced greedily: largest first, to the least loaded rank."""
+    """Returns the owner of each parameter by number. Costs are balanced greedily: the most
+    expensive parameter first, to the least loaded rank."""
     loads = [(0, rank) for rank in range(world_size)]
     owners = {}
     for param in sorted(params, key=lambda param: (-_orthogonalize_cost(param), param.number)):
@@ -253,7 +256,7 @@ def choose_owners(params: Sequence[WholeParam], world_size: int) -> dict[int, in
 
 
 def _orthogonalize_cost(param: WholeParam) -> int:
-    """Multiplications of the matrix with its transpose."""
+    """Returns the number of multiplications in the product of the matrix with its transpose."""
     rows = param.shape[0] if param.shape else 1
     return param.numel * min(rows, prod(param.shape[1:]))
 
@@ -261,7 +264,7 @@ def _orthogonalize_cost(param: WholeParam) -> int:
 def _segment_views(
     segments_by_rank: Sequence[Segments], buffers: Sequence[Tensor]
 ) -> list[tuple[ParamSegment, Tensor]]:
-    """Each segment with its view of its rank's buffer, which holds them one after another."""
+    """Returns each segment with its view of its rank's buffer, where segments lie in order."""
     views: list[tuple[ParamSegment, Tensor]] = []
     for segments, buffer in zip(segments_by_rank, buffers, strict=True):
         if segments:
@@ -271,7 +274,7 @@ def _segment_views(
 
 
 def _transform_owned(views: Sequence[tuple[ParamSegment, Tensor]], function: TransformFn) -> None:
-    """Assemble each parameter, transform it, and put the result in place of its segments."""
+    """Assemble and transform each parameter, and overwrite its segments with the result."""
     views_of: defaultdict[WholeParam, list[tuple[ParamSegment, Tensor]]] = defaultdict(list)
     for segment, view in views:
         views_of[segment.param].append((segment, view))

@@ -1,4 +1,4 @@
-"""Names of dtypes in state indexes and checkpoint files (those of safetensors)."""
+"""Names of dtypes in state indexes and checkpoint files. They are those of safetensors."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ DTYPE_BY_NAME = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype's name in state indexes. Raises EngineError if the dtype is not supported in
-    training state."""
+    """Returns the dtype's name in state indexes. Raises EngineError if the dtype is not supported
+    in training state."""
     if dtype not in _DTYPE_NAMES:
         raise EngineError(
             f"the training state holds a tensor of {dtype}",
@@ -37,8 +37,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def scalar_from_json(saved: Any) -> Any:
-    """A scalar of optimizer state: `{"dtype": ..., "value": ...}` as a tensor, others unchanged. A
-    value outside of the dtype's range does not raise."""
+    """Returns a scalar of optimizer state: a tensor for `{"dtype": ..., "value": ...}`, any other
+    value unchanged. Values outside of the dtype's range do not raise."""
     if not isinstance(saved, dict):
         return saved
     wide = torch.float64 if isinstance(saved["value"], float) else torch.int64

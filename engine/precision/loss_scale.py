@@ -1,10 +1,10 @@
 """fp16 loss scaling.
 
-fp16 has no numbers between zero and 6e-8, where many gradients are. Backward therefore starts from
-a large number, the scale, and the optimizer divides by it (Micikevicius et al., "Mixed Precision
-Training", 2018). A dynamic scale is halved when a gradient overflows and doubled after a window of
-good steps. The rules and their order are DeepSpeed's. All ranks make the same calls, so the scale
-is equal on all of them.
+fp16 has no numbers between zero and 6e-8, and many gradients are that small. Backward therefore
+starts from a large number, the scale, and the optimizer divides by it (Micikevicius et al., "Mixed
+Precision Training", 2018). A dynamic scale is halved when a gradient overflows and doubled after a
+window of good steps. The rules and their order are DeepSpeed's. All ranks make the same calls, so
+the scale is equal on all of them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 from rayzero.engine.config.sections import Fp16Config
 
-SCALE_FACTOR = 2.0  # of one increase or decrease
+SCALE_FACTOR = 2.0  # the factor of one increase or decrease
 
 
 @dataclass(frozen=True)
 class FixedScaler:
-    """A constant scale: 1 where none is needed, or the `fp16` section's `loss_scale`. A step that
-    overflows is still skipped."""
+    """A constant scale: 1 if no scale is needed, else the `fp16` section's `loss_scale`. A step
+    that overflows is still skipped."""
 
     value: float = 1.0
     cannot_decrease: bool = False
@@ -41,13 +41,13 @@ NO_SCALER = FixedScaler()
 
 @dataclass(frozen=True)
 class LossScaleState:
-    """State of a dynamic loss scale.
+    """The state of a dynamic loss scale.
 
     Attributes:
-        hysteresis: overflows until the value is lowered; 1: the next one lowers it. Then every
-            overflow lowers it, until it was increased or, with `consecutive_hysteresis`, until a
+        hysteresis: how many overflows it takes until the value is lowered. At 1, every overflow
+            lowers it. Reset when the value is increased or, with `consecutive_hysteresis`, by any
             good step.
-        good_steps: steps since the last overflow, or since the start.
+        good_steps: good steps since the last overflow, or since the start.
     """
 
     value: float
@@ -56,7 +56,7 @@ class LossScaleState:
 
 
 class DynamicScaler:
-    """A scale that adapts to the gradients. `current` is replaced as a whole after each step."""
+    """A scale that adapts to the gradients. `current` is replaced by a new object in each step."""
 
     def __init__(self, rules: Fp16Config) -> None:
         self._rules = rules
@@ -64,7 +64,7 @@ class DynamicScaler:
 
     @property
     def value(self) -> float:
-        """The factor of the loss in the current step."""
+        """The factor by which the current step's loss is multiplied."""
         return self.current.value
 
     @property
@@ -77,7 +77,7 @@ class DynamicScaler:
         return 1 in (self._rules.hysteresis, self.current.hysteresis)
 
     def update(self, *, overflow: bool) -> None:
-        """Records a step; `overflow`: it was skipped because a gradient was not finite."""
+        """Records a step. After an `overflow` the step was skipped: a gradient was not finite."""
         rules, old = self._rules, self.current
         value, hysteresis = old.value, old.hysteresis
         if overflow:
@@ -87,7 +87,8 @@ class DynamicScaler:
                 hysteresis -= 1
             self.current = LossScaleState(value, hysteresis)
             return
-        # The last step of a window is the first of the next: the first window is one step longer.
+        # The last step of a window is the first step of the next window. So the first window is
+        # one step longer than the others.
         increase = old.good_steps > 0 and old.good_steps % rules.loss_scale_window == 0
         if increase:
             value *= SCALE_FACTOR
@@ -99,7 +100,8 @@ class DynamicScaler:
         return asdict(self.current)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restores a state, clamped to this run's rules; None: the saved run had no such scale."""
+        """Restores a state, clamped to this run's rules. Ignores None, from a run without such a
+        scale."""
         if state is None:
             return
         self.current = LossScaleState(

@@ -1,8 +1,8 @@
-"""Normalizations with running statistics in fp32 and weights in 16 bits.
+"""Normalization modules with running statistics in fp32 and weights in 16 bits.
 
-Buffers keep their dtype in bf16 and fp16 training, and torch's batch_norm takes 16-bit inputs with
-fp32 statistics only if its weights are fp32 too. So while such a module runs, its weights are read
-as fp32 copies, through which autograd reaches the parameters.
+Buffers keep their dtype in bf16 and fp16 training. torch's batch_norm takes 16-bit inputs with fp32
+statistics only if its weights are fp32 too. So while such a module runs, its weights are fp32
+copies, through which autograd reaches the parameters.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 
 def hook_norms(model: nn.Module) -> list[RemovableHandle]:
-    """Hooks the modules whose weights have fewer bits than their statistics. They run inside the
-    hooks that gather weights, which are registered before."""
+    """Hooks the modules whose weights and statistics have different dtypes. These hooks run inside
+    those that gather weights, which are registered before."""
     handles: list[RemovableHandle] = []
     for module in model.modules():
         if isinstance(module, _NormBase) and _differ(module):

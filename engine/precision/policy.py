@@ -9,7 +9,7 @@
 | fp16 | float16 | fp32, from the original values | fp32 | dynamic or fixed |
 
 `data_types.grad_accum_dtype` overrides the dtype of main grads. Each addition over ranks and
-micro-steps is rounded to it; the optimizer reads the result in the main weights' dtype.
+micro-steps is rounded to that dtype. The optimizer reads the sums in the main weights' dtype.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from rayzero.engine.tensor_tree import map_tensors
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """By default everything is in the model's own dtype. Arguments named `original` are as the
-    model was built.
+    """The dtypes and the loss scale of a run. By default everything is in the model's own dtype.
+    Methods' arguments named `original` are dtypes or values before any conversion.
 
     Attributes:
-        dtype: 16 bits of model weights, forward and backward; None: the model's own.
-        wide_main: main weights, sums of gradients and updates are in fp32 (Micikevicius et al.,
+        dtype: the 16-bit dtype of model weights, forward and backward. None for the model's own.
+        wide_main: keep main weights, sums of gradients and updates in fp32 (Micikevicius et al.,
             2018), apart from the model weights.
         input_casting: cast the model's floating-point inputs to `dtype`.
-        scaler: the loss scale; the optimizer divides gradients by it.
-        update_dtype: in which main weights are updated, and optimizer state is kept, where that is
-            not the main weights' own.
-        buffer_dtype: of the model's floating-point buffers; None: their own.
-        autocast_device, autocast_dtype: of torch.autocast around forward, where torch picks a dtype
-            for each operation, 16 bits where they are safe; None: no autocast.
+        scaler: the loss scale, by which the optimizer divides gradients.
+        update_dtype: the dtype of updates and of optimizer state. None for the main weights' own.
+        buffer_dtype: the dtype of the model's floating-point buffers. None for their own.
+        autocast_device, autocast_dtype: arguments of a torch.autocast around forward, in which
+            torch picks a dtype for each operation: 16 bits if that is safe. No autocast if the
+            dtype is None.
     """
 
     dtype: torch.dtype | None = None
@@ -58,25 +58,25 @@ class Precision:
 
     @property
     def average_before_reduce(self) -> bool:
-        """Average gradients through the initial gradient of backward, which is free; otherwise in
-        the optimizer, so that a weight such as 1/3 is not rounded to 16 bits."""
+        """Whether gradients are averaged through the initial gradient of backward, which is free.
+        If not, the optimizer averages, so that a factor such as 1/3 is not rounded to 16 bits."""
         return self.dtype is None and self.autocast_dtype is None
 
     def model_dtype(self, original: torch.dtype) -> torch.dtype:
-        return self.dtype or original if original.is_floating_point else original
+        return (self.dtype or original) if original.is_floating_point else original
 
     def dtype_of_buffer(self, original: torch.dtype) -> torch.dtype:
-        return self.buffer_dtype or original if original.is_floating_point else original
+        return (self.buffer_dtype or original) if original.is_floating_point else original
 
     def grad_dtype(self, original: torch.dtype) -> torch.dtype:
-        """The dtype in which main grads are stored, communicated and summed."""
+        """Returns the dtype in which main grads are stored, communicated and summed."""
         if original.is_complex and self.dtype is None:
             return original
         main = torch.float32 if self.wide_main else self.dtype or original
         return self.grad_dtype_override or main
 
     def main_weights(self, original: Tensor, model_weights: Tensor) -> Tensor:
-        """The main weights of a range of model weights; possibly the same memory."""
+        """Returns the main weights of a range of model weights, possibly in the same memory."""
         return original.to(torch.float32, copy=True) if self.wide_main else model_weights
 
     def copy_to_model(self, main_weights: Tensor, model_weights: Tensor) -> None:
@@ -98,15 +98,15 @@ class Precision:
 
 
 CONFIG_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-"""By their names in the config."""
+"""The dtypes by their names in the config."""
 
-# As torch's GradScaler: no hysteresis and a longer window. GradScaler has no minimum, but below 1
-# it is not the scale that makes gradients overflow.
+# As in torch's GradScaler: no hysteresis and a longer window. GradScaler has no minimum. But if
+# gradients overflow at a scale of 1, a lower scale is not the remedy.
 _AUTOCAST_RULES = Fp16Config(loss_scale_window=2000, hysteresis=1)
 
 
 def choose_precision(config: EngineConfig, device: torch.device) -> Precision:
-    """The precision of a run; config parsing has refused unsupported combinations."""
+    """Returns the precision of a run. Config parsing has refused unsupported combinations."""
     fp16 = config.fp16
     autocast = config.torch_autocast
     types = config.data_types
@@ -139,7 +139,8 @@ def choose_precision(config: EngineConfig, device: torch.device) -> Precision:
 
 
 def clamp_to_dtype(value: float, dtype: torch.dtype) -> float:
-    """`value`, or infinity if it is out of the dtype's range, which torch refuses to fill with."""
+    """Returns `value`, or infinity with its sign if it is out of the dtype's range: torch refuses
+    to fill a tensor with such a value."""
     return value if abs(value) <= torch.finfo(dtype).max else math.copysign(math.inf, value)
 
 
@@ -151,15 +152,17 @@ def post_reduce_scale(
     prescale: bool,
     predivide: float,
 ) -> float:
-    """Factor for reduced gradients; the initial gradient of backward has the rest of the average.
+    """Returns the factor for reduced gradients. The initial gradient of backward contains the rest
+    of the average.
 
     Dividing before or after the sum over ranks is the same in exact arithmetic and free either way.
-    In 16 bits, small gradients divided before may underflow, large ones divided after may overflow.
+    In 16 bits, dividing before may make small gradients underflow, dividing after may make large
+    ones overflow.
 
     Args:
         average_before_reduce: see `Precision`.
         prescale: divide by the number of ranks before the sum (`prescale_gradients`).
-        predivide: divide by this before the sum and by the rest after it
+        predivide: divide by this number before the sum and by the rest after it
             (`gradient_predivide_factor`). As in DeepSpeed, `prescale` takes precedence.
     """
     if average_before_reduce and (prescale or predivide == 1.0):

@@ -1,1 +1,1 @@
-"""ZeRO itself: placements, stores of weights and gradients, when units are gathered and reduced."""
+"""ZeRO itself: tensor placements, weight and gradient stores, gather and reduce scheduling."""

@@ -1,4 +1,4 @@
-"""The inputs from which the parts of a run's `ZeroRuntime` are built."""
+"""The inputs from which a run's `ZeroRuntime` is built."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class BuildContext:
     """The context that all units of a run have in common.
 
     Attributes:
-        restoring: a state is loaded right afterwards, so that initial values do not matter.
+        restoring: a state is loaded right after the build, so initial values do not matter.
         elastic: the host chooses the world size, and may change it.
-        unequal: tensors that no state contains, to get rank 0's values when the state is loaded:
-            until then, nothing waits for other ranks.
+        unequal: tensors that are in no state and may differ between ranks. They get rank 0's values
+            when the state is loaded. Building a restored engine thus waits for no other rank.
     """
 
     stage: Stage

@@ -1,8 +1,8 @@
 """Deferred initialization: models are built on the meta device and materialized unit by unit.
 
-`zero_init` records the operations of a model's constructor on the meta device, and replays them for
-one parameter at a time when the engine builds that parameter's unit. The values equal those of an
-ordinary construction with the same seed: each random operation's RNG state is saved, and the
+`zero_init` records the operations of a model's constructor on the meta device. They are replayed
+for one parameter at a time when the engine builds that parameter's unit. The values equal those of
+an ordinary construction with the same seed: each random operation's RNG state is saved, and the
 operation also runs once on a scratch tensor to advance the generator.
 
 Method: torchdistX's `deferred_init`.
@@ -32,10 +32,10 @@ from rayzero.engine.zero.file_values import FileValues, agree_on_files
 from rayzero.engine.zero.recording import ConstructorRecorder, ValueReader, is_unmaterialized
 from rayzero.engine.zero.shape_only import ShapeOnly
 
-_recorder = ConstructorRecorder()  # of all models that no engine has been built from
+_recorder = ConstructorRecorder()  # for all models from which no engine has been built
 _files: dict[int, tuple[int | None, FileValues]] = {}
-"""Parameters' values in files, by storage, with the number of the operation that copied them: a
-later one has changed the values."""
+"""Parameters' values in files, by storage. The number is that of the operation that copied them: a
+later operation on the storage has changed the values."""
 
 
 @contextmanager
@@ -57,20 +57,23 @@ def zero_init() -> Iterator[None]:
 def recording(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Records operations on tensors of a model that `zero_init` built.
 
-    Does nothing for tensors that have memory, and inside `zero_init`.
+    Does nothing if all tensors have memory, or inside `zero_init`, which records them anyway.
     """
-    with _record() if not _is_recording() and any(map(is_recorded, tensors)) else nullcontext():
+    if _is_recording() or not any(map(is_recorded, tensors)):
+        yield
+        return
+    with _record():
         yield
 
 
 @torch.no_grad()
 def take_initial_values(params: Iterable[nn.Parameter], source: int) -> None:
-    """Makes the values that these parameters have on the rank `source` their initial values, which
-    are rank 0's otherwise. Collective, over the default process group."""
+    """Makes the values that the parameters have on rank `source` their initial values, instead of
+    those on rank 0. Collective, over the default process group."""
     rank = dist.get_rank()
     for param in params:
         value = _recorder.replay(param, torch.device("cpu")) if rank == source else None
-        with without_dispatch_modes():  # they may be recording: its tensors are real
+        with without_dispatch_modes():  # a broadcast's own tensors must not be recorded
             value = broadcast_object(value, source)
         if rank == 0:
             with recording([param]):
@@ -78,17 +81,17 @@ def take_initial_values(params: Iterable[nn.Parameter], source: int) -> None:
 
 
 def note_file(param: Tensor, file: FileValues) -> None:
-    """The last recorded operation gave a parameter, in full, the values of a file."""
+    """Notes that the last recorded operation copied a file's values to all of a parameter."""
     _files[storage_id(param)] = _recorder.last_operation(param), file
 
 
 def is_recorded(tensor: Tensor) -> bool:
-    """Whether `zero_init` built this tensor, and no engine has been built from it."""
+    """Returns whether `zero_init` built this tensor, and no engine has been built from it."""
     return is_unmaterialized(tensor) and _recorder.has_recorded(storage_id(tensor))
 
 
 def has_recordings() -> bool:
-    """Whether a model that `zero_init` built waits for its engine."""
+    """Returns whether a model that `zero_init` built has no engine yet."""
     return bool(_recorder.modules)
 
 
@@ -98,8 +101,8 @@ def _is_recording() -> bool:
 
 @contextmanager
 def _record() -> Iterator[None]:
-    """Hides `is_meta` meanwhile, in all threads: some functions of `torch.nn.init` skip meta
-    tensors."""
+    """Records operations. Meanwhile `Tensor.is_meta` is False in all threads, because some
+    functions of `torch.nn.init` skip meta tensors."""
     hooks = (
         module_hooks.register_module_parameter_registration_hook(_note_module),
         module_hooks.register_module_buffer_registration_hook(_note_module),
@@ -130,19 +133,19 @@ def _defer_values(module: nn.Module, state: dict[str, Any], prefix: str, _: Any)
 
 
 class DeferredValue(ShapeOnly):
-    """A value of `state_dict()` of a model that has no engine yet. It has no memory until it is
-    read: `from_pretrained` only looks at names and shapes. A write to it changes the model."""
+    """A value in the `state_dict()` of a model that has no engine yet. It has no memory until it is
+    read: `from_pretrained` only looks at names and shapes. Writing to it changes the model."""
 
     _value: Tensor | None = None
     _operation: int | None = None
-    """The last one on its storage when it was read."""
+    """The last recorded operation on the storage when `_value` was computed."""
 
     def write(self) -> AbstractContextManager[None]:
         return recording([self])
 
     def read(self) -> Tensor:
-        """Its value as a tensor of its own, the same one for tied weights. Raises ConfigError where
-        there is none, or another than `initialize` will take."""
+        """Returns the value as a real tensor, the same one for tied weights. Raises ConfigError
+        after `initialize`, and on ranks whose values `initialize` will not take."""
         if not is_recorded(self):
             raise ConfigError(
                 "a value of model.state_dict() was used after initialize() had taken the model",
@@ -166,7 +169,7 @@ class DeferredValue(ShapeOnly):
         return self._value
 
 
-_values = WeakValueDictionary[tuple[Any, ...], Tensor]()  # while one of `state_dict()` has them
+_values = WeakValueDictionary[tuple[Any, ...], Tensor]()  # those that a DeferredValue refers to
 
 
 class Materializer:
@@ -181,11 +184,11 @@ class Materializer:
         }
         self._last_reset: tuple[nn.Module, nn.Module] | None = None
         self._recorded = any(map(is_recorded, [*model.parameters(), *model.buffers()]))
-        self._files: dict[int, FileValues | None] = {}  # by a parameter's id
+        self._files: dict[int, FileValues | None] = {}  # by the parameter's id
 
     def agree_on_files(self, plans: Sequence[UnitPlan], collectives: Collectives) -> None:
         """Finds the parameters whose initial values lie in files. Collective if the model was built
-        in `zero_init`, which is so on all ranks or on none."""
+        in `zero_init`, which all ranks must use or none."""
         params = [param for plan in plans for param in plan.params]
         if self._device.type == "meta" or not any(param.is_meta for param in params):
             return
@@ -198,19 +201,21 @@ class Materializer:
         self._files = dict(zip(map(id, params), agreed, strict=True))
 
     def file_of(self, param: nn.Parameter) -> FileValues | None:
-        """The file with this parameter's initial values, for all ranks; None if there is none."""
+        """Returns the file from which all ranks read this parameter's initial values, or None."""
         return self._files.get(id(param))
 
     def copy_initial_value(self, param: nn.Parameter, into: Tensor) -> None:
-        """Without a further copy in memory where the value is one of a mapped file."""
-        is_planned = self._device.type == "meta"
-        source = None if is_planned or not is_recorded(param) else _recorder.copied_from(param)
+        """Copies a parameter's initial values to `into`. Values of a mapped file are copied from
+        the mapping, without a further copy in memory."""
+        source = None
+        if self._device.type != "meta" and is_recorded(param):
+            source = _recorder.copied_from(param)
         with torch.no_grad():
             into.copy_(self.initial_value(param) if source is None else source)
 
     def initial_value(self, tensor: Tensor) -> Tensor:
-        """A real tensor with this parameter's or buffer's initial values. Raises ConfigError if it
-        is on the meta device, and its initial values are unknown."""
+        """Returns a real tensor with a parameter's or buffer's initial values. Raises ConfigError
+        if `tensor` is on the meta device and its initial values are unknown."""
         if not tensor.is_meta or self._device.type == "meta":
             return tensor.detach()
         if is_recorded(tensor):
@@ -218,7 +223,7 @@ class Materializer:
         return self._value_from_reset(tensor)
 
     def clear(self) -> None:
-        """Drops recordings of a materialized model, except those that other models need."""
+        """Drops the recordings of the materialized model, except those that other models need."""
         _recorder.forget(self._modules)
         for key in [key for key in _files if not _recorder.has_recorded(key)]:
             del _files[key]
@@ -227,14 +232,17 @@ class Materializer:
         self._modules = []
 
     def _value_from_reset(self, tensor: Tensor) -> Tensor:
-        """Calls the owning module's `reset_parameters` on a real copy of it."""
+        """Returns the value that `reset_parameters` gives to a real copy of the owning module."""
         owner, name = self._owners[id(tensor)]
         kind, reset = type(owner).__name__, getattr(type(owner), "reset_parameters", None)
-        if reset is None or self._recorded:  # what zero_init built is recorded, so this had values
-            lost = f"moving {kind}.{name} there lost its values"
-            none = f"{kind} has no reset_parameters() to give its weights values"
+        if reset is None or self._recorded:
+            reason = f"{kind} has no reset_parameters() to give its weights values"
+            if (
+                self._recorded
+            ):  # zero_init would have recorded the tensor if it had been built there
+                reason = f"moving {kind}.{name} there lost its values"
             raise ConfigError(
-                f"the model is on the meta device, and {lost if self._recorded else none}",
+                f"the model is on the meta device, and {reason}",
                 fix="build all of it inside rayzero.zero_init(), or pass a function as `model`",
             )
         if self._last_reset is None or self._last_reset[0] is not owner:

@@ -1,8 +1,8 @@
 """Initial values that lie in a file, of which each rank reads its own ranges.
 
-`rayzero.load_pretrained` notes the files whose values it copies. Rank 0 tells the others which, and
-where all of them can read those, no rank reads or receives more of a weight than its shard, and
-none has the mapping's pages in its memory.
+`rayzero.load_pretrained` notes the files whose values it copies. Rank 0 sends their names to the
+other ranks. If all ranks can read these files, no rank reads or receives more of a weight than its
+shard, and no rank has pages of a file's mapping in its memory.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +21,13 @@ from rayzero.engine.comm.collectives import Collectives, run_on_all_ranks
 from rayzero.engine.errors import EngineError
 from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, dtype_name
 
-_CHUNK_BYTES = 1 << 20  # read at a time, if it is converted or sent to a device
+_CHUNK_BYTES = 1 << 20  # read at a time, where values are converted or copied to a device
 
 
 @dataclass(frozen=True)
 class FileValues:
-    """A contiguous tensor's values in a file, from byte `offset` on. `size` and `modified_ns` are
-    the file's when it was loaded."""
+    """A contiguous tensor's values in a file, from byte `offset` on. `size` (bytes) and
+    `modified_ns` are those of the file when its values were loaded."""
 
     path: str
     offset: int
@@ -39,7 +40,7 @@ class FileValues:
         return self.size, self.modified_ns
 
     def readable(self) -> bool:
-        """Whether this process can read the file that was meant."""
+        """Returns whether this process can read the file, and it has not changed since."""
         try:
             status = os.stat(self.path)
         except OSError:
@@ -68,7 +69,7 @@ class FileValues:
 
 
 def tensors_in_file(path: Path) -> dict[str, FileValues]:
-    """The tensors of a safetensors file that can be read, by name."""
+    """Returns the tensors of a safetensors file by name, except those of unsupported dtypes."""
     status = path.stat()
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -89,13 +90,26 @@ def tensors_in_file(path: Path) -> dict[str, FileValues]:
 def agree_on_files(
     found: Sequence[FileValues | None], collectives: Collectives, device: torch.device
 ) -> list[FileValues | None]:
-    """Rank 0's files, for the parameters in order; all None if a rank cannot read one of them.
-    Collective."""
+    """Returns rank 0's files for the parameters, in order. All are None if a rank cannot read one
+    of the files. Collective."""
     if collectives.detached:  # an engine that is built alone, whose weights are compared
         return list(found)
-    rows = [it and [it.path, it.offset, dtype_name(it.dtype), *it.version] for it in found]
-    rows = run_on_all_ranks(collectives, device, lambda: rows * (collectives.rank == 0))[0]
-    files = [row and FileValues(row[0], row[1], DTYPE_BY_NAME[row[2]], *row[3:]) for row in rows]
+
+    def rows_of_rank_0() -> list[list[Any] | None]:
+        if collectives.rank:
+            return []
+        return [
+            None
+            if file is None
+            else [file.path, file.offset, dtype_name(file.dtype), file.size, file.modified_ns]
+            for file in found
+        ]
+
+    rows = run_on_all_ranks(collectives, device, rows_of_rank_0)[0]
+    files = [
+        None if row is None else FileValues(row[0], row[1], DTYPE_BY_NAME[row[2]], row[3], row[4])
+        for row in rows
+    ]
     needed = {file.path: file for file in files if file is not None}
 
     def readable() -> bool:

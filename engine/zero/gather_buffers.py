@@ -1,11 +1,11 @@
 """Fixed buffers that blocks of sharded weights are gathered into.
 
-A block must have the same address in backward as in forward, and a step allocates nothing. So
-blocks share a ring of buffers, block i always in buffer i mod k: one computes while the next is
-gathered into another, and the last k blocks of forward are still gathered when backward begins.
-Blocks that must stay gathered while others run get a buffer of their own. Large modules outside the
-repeated blocks (an embedding, a head) share one more buffer, so that it is not the ring that has to
-hold the longest of them.
+A block must have the same address in backward as in forward, and a step must not allocate. So
+blocks share a ring of k buffers, with block i always in buffer i mod k. While one block computes,
+the next is gathered into another buffer. The last k blocks of forward are still gathered when
+backward begins. Blocks that must stay gathered while others run get a buffer of their own. Large
+modules outside the repeated blocks (an embedding, a head) share one more buffer. The ring's buffers
+would otherwise have to be as long as the longest of them.
 
 Rule of ordering: `gather-address` (docs/engine.md).
 """
@@ -25,7 +25,7 @@ from rayzero.engine.zero.parameters import ShardedWeights
 
 
 class BlockState(Enum):
-    """Content of a block's parameters. Each state follows the one before, in a circle."""
+    """The content of a block's parameters. A block goes through the states in turn, in a cycle."""
 
     SHARDED = "sharded"
     GATHERING = "gathering"
@@ -38,10 +38,11 @@ class Block:
 
     Attributes:
         large: a module outside the repeated blocks that owns large parameters.
-        buffer_index: its buffer in the ring, or the large modules'; None if it has its own.
-        buffers: one for each unit, once it has been gathered.
+        buffer_index: the block's buffer in the ring, or that of the large modules. None if the
+            block has a buffer of its own.
+        buffers: one tensor for each unit. Empty until the block is first gathered.
         pending: the all-gathers in flight while GATHERING.
-        forward_calls: forwards begun in the current pass.
+        forward_calls: how many forwards have begun in the current pass.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Block:
     state: BlockState = BlockState.SHARDED
 
     def abandon(self) -> None:
-        """Forgets its buffers, and the gathers in flight of a process group that is gone."""
+        """Forgets the buffers, and the gathers in flight. Their process group is gone."""
         self.pending = []
         self.buffers = []
         self.forward_calls = 0
@@ -63,10 +64,10 @@ class Block:
 
 
 class GatherBuffers:
-    """Owns the buffers' memory, and records which block is in each.
+    """Owns the buffers' memory, and records which block occupies each buffer.
 
-    Each position of the ring has one tensor for every unit of a block (trainable, frozen, other
-    dtypes), as long as the longest unit that may be gathered there.
+    A buffer consists of one tensor for each unit of a block (trainable, frozen, other dtypes). The
+    tensor is as long as the longest unit that may be gathered there.
     """
 
     def __init__(self, blocks: Sequence[Block], count: int) -> None:
@@ -76,29 +77,29 @@ class GatherBuffers:
         self._current_blocks: dict[int, Block] = {}
 
     def current_block(self, block: Block) -> Block | None:
-        """The other block that occupies this block's buffer."""
+        """Returns the other block that occupies this block's buffer, or None."""
         if block.buffer_index is None:
             return None
         other = self._current_blocks.get(block.buffer_index)
         return None if other is block else other
 
     def acquire(self, block: Block) -> list[Tensor]:
-        """Assigns a block its buffer; one tensor for each of its units."""
+        """Marks a block's buffer as occupied by it. Returns one tensor for each of its units."""
         if block.buffer_index is not None:
             self._current_blocks[block.buffer_index] = block
         if not block.buffers:
-            block.buffers = [self._buffer_for(block, it) for it in range(len(block.units))]
+            block.buffers = [self._buffer_for(block, index) for index in range(len(block.units))]
         return block.buffers
 
     def give_own_buffer(self, block: Block) -> None:
-        """Gives a block that is not gathered a buffer of its own."""
+        """Gives a block a buffer of its own. The block must not be gathered."""
         if block.buffer_index is not None and self._current_blocks.get(block.buffer_index) is block:
             del self._current_blocks[block.buffer_index]
         block.buffer_index, block.buffers = None, []
 
     def assign(self, order: Iterable[Block], alone: Container[Block]) -> None:
-        """Assigns buffers round robin in the order of first use, except to the blocks in `alone`,
-        which get their own, and large modules. No block may be gathered."""
+        """Assigns the ring's buffers round robin to blocks in `order`, that of first use. Blocks in
+        `alone` get their own buffers, large modules their common one. No block may be gathered."""
         self._current_blocks.clear()
         self._buffers.clear()
         for block in self._blocks:
@@ -122,10 +123,10 @@ class GatherBuffers:
         owner: int | Block = block if block.buffer_index is None else block.buffer_index
         key = owner, position, unit.shard.dtype
         if key not in self._buffers:
-            sharers = [block] if block.buffer_index is None else self._blocks
+            sharing = [block] if block.buffer_index is None else self._blocks
             numel = max(
                 other.units[position].layout.numel
-                for other in sharers
+                for other in sharing
                 if len(other.units) > position
                 and other.units[position].shard.dtype == unit.shard.dtype
                 and other.buffer_index == block.buffer_index

@@ -1,17 +1,17 @@
-"""Gradient stores: one unit's main gradients, on the device or in host memory; and the buffers from
-which they are reduced into shards.
+"""Gradient stores, which hold one unit's main gradients on the device or in host memory, and the
+buffers from which gradients are reduced into shards.
 
-A unit's gradients stay where autograd made them until all of them have arrived. Then one call
-copies (the first of a step) or adds them: into the unit's flat buffer, or, part by part, into a
-buffer from which they are reduced into shards.
+A unit's gradients stay in the tensors that autograd made until all of them have arrived. Then one
+call copies them (in a step's first micro-step) or adds them (later): into the unit's flat buffer,
+or, part by part, into a buffer from which they are reduced into shards.
 
-Lifetime. Gradients are dropped once the copy that reads them has been launched. On a GPU it may
-still run: autograd allocated them on the stream on which it and the copy are enqueued, and the
-caching allocator hands memory to later work of that stream only. So nothing has to be recorded or
-waited for.
+Lifetime. Gradients are dropped once the copy that reads them has been launched. On a GPU the copy
+may still run then. Autograd allocated the gradients on the stream on which the copy is enqueued,
+and the caching allocator gives their memory to later work of that stream only. So no
+`record_stream` and no wait is needed.
 
 With offload, gradients are reduced on the device, and this rank's part of the result is copied to
-the host during the rest of backward. When accumulating, the host adds sharded results.
+the host during the rest of backward. Sharded results of several micro-steps are added on the host.
 
 Rule of ordering: `gradient-buffers` (docs/engine.md).
 """
@@ -38,7 +38,7 @@ Grads = list[Tensor | None]  # by parameter; None for zeros
 
 @dataclass(eq=False, slots=True)
 class GradBuffer:
-    """Memory that parts of units are reduced from, one after the other; `reduction` is the last."""
+    """Memory from which parts of units are reduced in turn. `reduction` is the latest reduction."""
 
     tensor: Tensor
     reduction: Work = field(default_factory=Work)
@@ -47,17 +47,17 @@ class GradBuffer:
 class GradBufferPool:
     """A few buffers from which parts of units are reduced into shards, used in turn.
 
-    A part holds a buffer from its launch until the buffer's next use, which waits for its
-    reduction: when all are in use, for the oldest in flight.
+    A part occupies a buffer from the launch of its reduction until the buffer's next use, which
+    waits for that reduction. If all buffers are in use, the one with the oldest reduction is next.
 
     Args:
-        make: allocates a buffer of zeros of a number of elements.
-        count: buffers to allocate, if there are as many parts.
+        make: allocates a buffer of zeros, given the number of elements.
+        count: the most buffers to allocate. Fewer are allocated if there are fewer parts.
         part_numel: the most elements of a part, without padding.
 
     Attributes:
-        numel: of a buffer: the longest part that was announced before the first `acquire`.
-        max_count: the most buffers that there will be.
+        numel: elements of a buffer: those of the longest part announced before the first `acquire`.
+        max_count: the most buffers that will be allocated.
     """
 
     def __init__(self, make: Callable[[int], Tensor], count: int, part_numel: int) -> None:
@@ -66,19 +66,19 @@ class GradBufferPool:
         self.max_count = 0
         self._make_buffer = make
         self._count = count
-        self._ring: deque[GradBuffer] = deque()  # the one used last is the last
+        self._ring: deque[GradBuffer] = deque()  # the most recently used buffer is the last
 
     @property
     def buffers(self) -> list[Tensor]:
         return [buffer.tensor for buffer in self._ring]
 
     def announce(self, parts: int, numel: int) -> None:
-        """A unit will need a buffer for each of `parts`, of `numel` elements."""
+        """Announces that a unit will need `parts` buffers of `numel` elements."""
         self.numel = max(self.numel, numel)
         self.max_count = min(self._count, self.max_count + parts)
 
     def acquire(self) -> GradBuffer:
-        """A buffer that no rank reads any more."""
+        """Returns a buffer that no rank reads any more."""
         if len(self._ring) < self.max_count:
             buffer = GradBuffer(self._make_buffer(self.numel))
         else:
@@ -93,7 +93,8 @@ class GradStore(ABC):
 
     Args:
         main: the main gradients of the range that this rank's optimizer updates.
-        transfer: copies them to `main` in host memory; None if `main` is on the device.
+        transfer: copies reduced gradients to `main` in host memory. None if `main` is on the
+            device.
 
     Attributes:
         part_count: how many reductions a unit takes.
@@ -112,25 +113,24 @@ class GradStore(ABC):
 
     @abstractmethod
     def collect(self, grads: Grads, *, add: bool) -> None:
-        """Takes the gradients of all parameters, which replace what is held, or are added to it.
-        They belong to the store from now on."""
+        """Takes the gradients of all parameters, which replace those held or are added to them. The
+        tensors belong to the store from now on."""
 
     @abstractmethod
     def reduce(self, part: int, *, first: bool) -> Work:
-        """Starts to reduce one part of what was collected over the ranks; parts in order, each
-        once."""
+        """Starts to reduce a part of the collected gradients. Called for every part, in order."""
 
     def release(self) -> None:
-        """Returns when no other rank reads what was collected."""
+        """Returns when no other rank reads the collected gradients."""
         return
 
     def local(self, index: int) -> Tensor | None:
-        """This rank's own sum of a parameter's gradients, before it is reduced, in any shape; None
-        where only reduced ones are held."""
+        """Returns this rank's own sum of a parameter's gradients before their reduction, in any
+        shape. None if only reduced gradients are held."""
         return None
 
     def owned(self) -> Tensor:
-        """The main gradients; waits for copies to host memory."""
+        """Waits for copies to host memory, and returns the main gradients."""
         if self._transfer is not None:
             self._transfer.wait_d2h()
         return self._main
@@ -144,7 +144,8 @@ class GradStore(ABC):
     def _copy_to_host(
         self, reduced: ChainableWork, source: Tensor, target: Tensor, *, add: bool
     ) -> Work:
-        """Copies or adds what was reduced to a part of `main`, unless it is there."""
+        """Copies or adds reduced gradients to a part of `main` in host memory. Returns `reduced`
+        itself if `main` is on the device."""
         if self._transfer is None:
             return reduced
         early = self._reduce_op.single_collective
@@ -152,8 +153,13 @@ class GradStore(ABC):
 
 
 class PartialGrads(GradStore):
-    """The full unit in one persistent buffer; reduced over the ranks at the end of a step. `flat`
-    is that buffer, zeros: the padding is never written. `shard` is this rank's of the unit."""
+    """The full unit's gradients in one persistent buffer, reduced over the ranks at the end of a
+    step.
+
+    Args:
+        flat: the buffer, filled with zeros. Its padding is never written.
+        shard: this rank's shard of the unit.
+    """
 
     def __init__(
         self,
@@ -174,7 +180,7 @@ class PartialGrads(GradStore):
         self._collective = collective
         self._param_views = param_views(layout, flat)
         self._others = [flat[: shard.start], flat[shard.stop :]]
-        self._reduction: Work | None = None  # of what is held; None before it
+        self._reduction: Work | None = None  # of the held gradients; None until it is started
 
     def release(self) -> None:
         if self._reduction is not None:
@@ -186,8 +192,9 @@ class PartialGrads(GradStore):
 
     def collect(self, grads: Grads, *, add: bool) -> None:
         if add and self._reduction is not None:
-            # Of the sum each rank keeps its shard, and zeros elsewhere: the ranks' terms still add
-            # up to it, so the next reduction adds what is collected from now on. No copy is made.
+            # Each rank keeps its shard of the reduced sum, and sets the rest to zero. The ranks'
+            # terms then still add up to that sum, so the next reduction adds the gradients that
+            # are collected from now on. No copy is made.
             self.release()
             torch._foreach_zero_(self._others)
         self._reduction = None
@@ -215,8 +222,15 @@ class PartialGrads(GradStore):
 
 @dataclass(frozen=True)
 class _PartViews:
-    """One part: all of it in one buffer, where its segments and its padding are there, this rank's
-    columns there and in the main gradients."""
+    """Views of one part in one pool buffer.
+
+    Attributes:
+        full: the whole part.
+        targets: the segments of parameters, or whole parameters if the unit is one part.
+        padding: the padding.
+        own: this rank's columns.
+        out: this rank's columns in the main gradients, not in the buffer.
+    """
 
     full: Tensor
     targets: list[Tensor]
@@ -226,11 +240,11 @@ class _PartViews:
 
 
 class ShardedGrads(GradStore):
-    """This rank's shard of the sum; full gradients exist only within a micro-step: as autograd made
-    them, and one part at a time in a pool buffer.
+    """This rank's shard of the summed gradients.
 
-    A compressed reduction is an operation over a whole unit (its residuals are in the unit's
-    layout), so it gets the unit as one part.
+    Full gradients exist only within a micro-step: in the tensors that autograd made, and one part
+    at a time in a pool buffer. A compressed reduction works on a whole unit, because its residuals
+    are in the unit's layout. It therefore gets the unit as one part.
     """
 
     def __init__(
@@ -246,8 +260,8 @@ class ShardedGrads(GradStore):
         self._rank = owned.start // layout.shard_numel
         self._layout = layout
         self._buffer_pool = buffers
-        cut = reduce_op.single_collective
-        self._parts = cut_columns(layout, buffers.part_numel if cut else layout.logical_numel)
+        may_cut = reduce_op.single_collective
+        self._parts = cut_columns(layout, buffers.part_numel if may_cut else layout.logical_numel)
         self.part_count = len(self._parts)
         self._segments = [list(self._part_segments(columns)) for columns in self._parts]
         buffers.announce(self.part_count, layout.world_size * self._parts[0].stop)
@@ -263,7 +277,7 @@ class ShardedGrads(GradStore):
         if views is None:
             views = self._views[part][buffer] = self._make_views(buffer.tensor, part)
         _copy_at_once(views.targets, self._grads if self.part_count == 1 else self._sources(part))
-        if views.padding:  # another part was in the buffer before
+        if views.padding:  # another part may have written there
             torch._foreach_zero_(views.padding)
         if part == self.part_count - 1:
             self._grads = []
@@ -278,7 +292,7 @@ class ShardedGrads(GradStore):
         return buffer.reduction
 
     def _part_segments(self, columns: slice) -> Iterator[tuple[int, Segment]]:
-        """(parameter, segment) of a part."""
+        """Yields (parameter index, segment) for each segment of a part."""
         for index in range(len(self._layout.params)):
             for segment in segments(self._layout, self._layout.param_range(index), columns):
                 yield index, segment
@@ -286,17 +300,20 @@ class ShardedGrads(GradStore):
     def _make_views(self, buffer: Tensor, part: int) -> _PartViews:
         columns = self._parts[part]
         full = buffer[: self._layout.world_size * (columns.stop - columns.start)]
-        gaps = [it for gap in self._layout.padding for it in segments(self._layout, gap, columns)]
         if self.part_count == 1:
             targets = param_views(self._layout, full)
         else:
             targets = [segment.in_part(full) for _, segment in self._segments[part]]
-        padding = [gap.in_part(full) for gap in gaps]
+        padding = [
+            segment.in_part(full)
+            for gap in self._layout.padding
+            for segment in segments(self._layout, gap, columns)
+        ]
         own = rank_chunk(full, self._rank, self._layout.world_size)
         return _PartViews(full, targets, padding, own, self._main[columns])
 
     def _sources(self, part: int) -> list[Tensor | None]:
-        """The gradients' elements in each of a part's segments."""
+        """Returns the gradients' elements in each segment of a part. None for a missing one."""
         flat = [None if grad is None else grad.reshape(-1) for grad in self._grads]
         sources: list[Tensor | None] = []
         for index, segment in self._segments[part]:
@@ -306,8 +323,8 @@ class ShardedGrads(GradStore):
 
 
 def _copy_at_once(targets: list[Tensor], sources: Grads) -> None:
-    """Copies every source to its target; zeros where there is none. One call, whatever their
-    number, and on a GPU a few kernels."""
+    """Copies every source to its target, and zeros the targets whose source is None. Two calls at
+    most, whatever the number of tensors; on a GPU a few kernels."""
     given = [source for source in sources if source is not None]
     if len(given) < len(sources):
         pairs = list(zip(targets, sources, strict=True))

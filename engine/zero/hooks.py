@@ -29,8 +29,8 @@ _RETURN_TENSOR = "return the tensor from forward instead of keeping it on the mo
 def hook_gradients(
     units: Sequence[Unit], blocks: Sequence[Block], reducer: Reducer
 ) -> list[RemovableHandle]:
-    """Passes every gradient to the reducer as soon as autograd has accumulated it. One hook a
-    parameter: each takes about a microsecond, whatever it does."""
+    """Passes every gradient to the reducer as soon as autograd has accumulated it. Each parameter
+    has only one hook, since calling a hook takes about a microsecond, whatever it does."""
     block_of = {param: block for block in blocks for unit in block.units for param in unit.params}
     handles = []
     for number, unit in enumerate(units):
@@ -43,15 +43,16 @@ def hook_gradients(
 
 
 def _refuse_unexpected(block: Block, name: str, on_gradient: GradientHook) -> GradientHook:
-    """Refuses a gradient that was computed while its block was not gathered: it would be wrong."""
+    """Returns a hook that calls `on_gradient`, but raises EngineError for a gradient that was
+    computed while its block was not gathered. Such a gradient would be wrong."""
 
     def on_gradient_of_block(param: Tensor) -> None:
         if block.state is not BlockState.GATHERED:
             raise EngineError(
                 f"the parameter {name!r} of the block {block.name!r} got a gradient while it was "
                 "not gathered",
-                allowed="a block's weights in its own forward, and a loss that reaches it through "
-                "what that returns",
+                allowed="a block's weights in its own forward, and a loss that reaches the block "
+                "through its outputs",
                 fix=f"{_GATHER_LARGE if block.large else _RETURN_TENSOR}zero_optimization.stage 2",
             )
         on_gradient(param)
@@ -98,8 +99,8 @@ def _hook_block(block: Block, scheduler: UnshardScheduler) -> list[RemovableHand
 
 
 def _new_nodes(output: Any, inputs: Any) -> list[Node]:
-    """The nodes of the graph that a module has made for its outputs, not those of inputs that it
-    passes through: their gradient arrives with that of an earlier block.
+    """Returns the autograd nodes that a module made for its outputs. Leaves out nodes of inputs
+    that the module passes through: their gradients arrive with those of an earlier block.
     """
     passed = [tensor.grad_fn for tensor in iter_tensors(inputs)]
     nodes: list[Node] = []

@@ -1,6 +1,6 @@
 """Weight stores: one unit's model weights, replicated or sharded.
 
-The model's parameters are views of one flat buffer while they are in use. Their addresses do not
+The model's parameters are views of one flat buffer while they are in use. Their addresses must not
 change between forward and backward, because autograd saves views of weights (a linear layer saves
 `weight.t()`).
 """
@@ -19,7 +19,7 @@ from rayzero.engine.torch_private import swap_tensors
 
 
 class ReplicatedWeights:
-    """Replicated: the parameters are permanently views of the flat buffer."""
+    """Replicated weights: the parameters are always views of the flat buffer."""
 
     memory_kind = MemoryKind.DEVICE
 
@@ -30,11 +30,11 @@ class ReplicatedWeights:
             set_param_data(param, view)
 
     def owned_range(self, owned: slice) -> Tensor:
-        """The range of model weights whose main weights this rank updates."""
+        """Returns the range of model weights whose main weights this rank updates."""
         return self.persistent_tensor[owned]
 
     def gather_updates(self, collectives: Collectives) -> Work:
-        """Gathers the other ranks' updates: each rank has updated its own part."""
+        """Starts to gather the parts that the other ranks have updated."""
         full = self.persistent_tensor
         if self._own is None:
             self._own = rank_chunk(full, collectives.rank, collectives.world_size)
@@ -42,11 +42,12 @@ class ReplicatedWeights:
 
 
 class ShardedWeights:
-    """Sharded: the parameters have values only while the unit is gathered.
+    """Sharded weights: the parameters have values only while the unit is gathered.
 
     Otherwise a parameter keeps its shape but reads as NaN, so that a weight used outside its
-    block's forward is noticed at once instead of giving stale values. `shard_gather` gathers shards
-    in host memory or a file, one for all units of a run; None if they are on the device.
+    block's forward is noticed at once instead of giving stale values. `shard_gather`, which all
+    units of a run share, gathers shards that are in host memory or a file. None if shards are on
+    the device.
     """
 
     def __init__(
@@ -68,19 +69,19 @@ class ShardedWeights:
         for param, value in zip(params, poisoned_values, strict=True):
             set_param_data(param, value)
         self._poisoned = list(zip(params, poisoned_values, strict=True))
-        # Numbers of no meaning to others: only their bits count.
+        # Packed quantized values: only their bits have a meaning.
         self.packed = not shard.is_floating_point() or is_packed(params[0])
         self._gathered: list[tuple[nn.Parameter, Tensor]] = []  # as of the last `unshard`
-        self._buffer: Tensor | None = None  # that these are in, and its part that is gathered
-        self._full = shard
+        self._buffer: Tensor | None = None  # the buffer of `_gathered`
+        self._full = shard  # the unit's part of `_buffer`
 
     def owned_range(self, owned: slice) -> Tensor:
-        """The range of model weights whose main weights this rank updates: all that it has."""
+        """Returns the range of model weights whose main weights this rank updates: its shard."""
         return self.shard
 
     def unshard(self, buffer: Tensor, gather_op: GatherOp) -> Work:
-        """Starts to gather the unit into `buffer` and points the parameters there. It has at least
-        `layout.numel` elements, which no kernel enqueued later reads."""
+        """Starts to gather the unit into `buffer`, and makes the parameters views of it. The buffer
+        has at least `layout.numel` elements. No kernel enqueued later may read its old values."""
         if self._buffer is not buffer:
             self._buffer, self._full = buffer, buffer[: self.layout.numel]
             views = param_views(self.layout, buffer)
@@ -94,23 +95,25 @@ class ShardedWeights:
         return pending
 
     def new_buffer(self, numel: int) -> Tensor:
-        """A buffer of zeros to gather into."""
+        """Returns a new buffer of zeros to gather into."""
         if self._shard_gather is None:
             return self.shard.new_zeros(numel)
         return self._shard_gather.new_buffer(numel, self.shard.dtype)
 
     def is_poisoned(self, param: nn.Parameter) -> bool:
-        """Whether one of the unit's parameters has no values now."""
-        return any(it is param and it.data_ptr() == nan.data_ptr() for it, nan in self._poisoned)
+        """Returns whether `param` is one of the unit's parameters and reads as NaN now."""
+        return any(
+            own is param and own.data_ptr() == value.data_ptr() for own, value in self._poisoned
+        )
 
     def restore(self, param: nn.Parameter, *, gathered: bool) -> None:
-        """Points a parameter where it belongs: to the unit's buffer while that is `gathered`."""
-        for it, value in self._gathered if gathered else self._poisoned:
-            if it is param:
-                it.data = value
+        """Makes a parameter a view of the unit's buffer if the unit is `gathered`, else NaN."""
+        for own, value in self._gathered if gathered else self._poisoned:
+            if own is param:
+                own.data = value
 
     def reshard(self) -> None:
-        """Detaches the parameters, before the buffer is reused for another unit."""
+        """Makes the parameters NaN, before the buffer is reused for another unit."""
         for param, value in self._poisoned:
             param.data = value
 
@@ -119,7 +122,7 @@ WeightStore = ReplicatedWeights | ShardedWeights
 
 
 def param_views(layout: UnitLayout, flat: Tensor) -> list[Tensor]:
-    """Each parameter's part of a flat buffer, in its own shape."""
+    """Returns each parameter's part of a flat buffer, in the parameter's shape."""
     return [
         flat[layout.param_range(index)].view(spec.shape) for index, spec in enumerate(layout.params)
     ]
@@ -128,8 +131,8 @@ def param_views(layout: UnitLayout, flat: Tensor) -> list[Tensor]:
 def set_param_data(param: nn.Parameter, value: Tensor) -> None:
     """Makes `value` the parameter's data, keeping the Parameter object and its attributes.
 
-    A parameter without memory gets another tensor's. Parameters with weak references (those of
-    `nn.LSTM`) and with views, which stay on the meta device here, can, too.
+    A parameter on the meta device gets the memory of `value`, even if weak references to it exist
+    (as in `nn.LSTM`), or views of it. The views stay on the meta device.
     """
     if param.device.type == "meta" or param.dtype != value.dtype:
         real = nn.Parameter(value, requires_grad=param.requires_grad)
@@ -139,18 +142,18 @@ def set_param_data(param: nn.Parameter, value: Tensor) -> None:
 
 
 class WeightGather:
-    """Gathers a run's sharded weights: uncompressed in this class, quantized or from a secondary
-    partition in those of `compression`."""
+    """Chooses how a run's sharded weights are gathered. This class gathers them uncompressed,
+    subclasses in `compression` quantized or from a secondary partition."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
 
     def gather_op(self, unit: ShardedWeights) -> GatherOp:
-        """The operation that gathers a unit."""
+        """Returns the operation that gathers a unit."""
         return self._collectives
 
     def invalidate(self) -> None:
-        """Shards were updated: copies of gathered weights are stale."""
+        """Called after shards were updated. Discards copies of weights, which are now stale."""
 
     @property
     def secondary_bytes(self) -> int:

@@ -40,11 +40,12 @@ class Stage:
     optimizer_state: Placement
 
     def for_world_size(self, world_size: int, *, is_fixed: bool = True) -> Stage:
-        """This row on `world_size` ranks; on one rank, if it stays alone, nothing is sharded."""
+        """Returns the row for `world_size` ranks. Nothing is sharded on a single rank whose world
+        size is fixed."""
         return Stage(self.number, R, P, R) if world_size == 1 and is_fixed else self
 
     def without_micro_step_reductions(self) -> Stage:
-        """This row with gradients that every rank accumulates in full, reduced once a step."""
+        """Returns this row with gradients that ranks accumulate in full and reduce once a step."""
         partial = self.main_grads is Placement.SHARDED
         return replace(self, main_grads=Placement.PARTIAL) if partial else self
 

@@ -24,11 +24,13 @@ _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 @dataclass(frozen=True)
 class _RecordedOp:
-    """One recorded call. A replay substitutes real tensors for meta tensors in its arguments, which
-    are its `inputs`. All tensors are aliases: the constructor may exchange the data of its own.
+    """One recorded call. A replay substitutes real tensors for the meta tensors in its arguments.
+    All its tensors are aliases, since the constructor may replace the data of its own tensors.
 
     Attributes:
-        sources: the real arguments and their versions: a replay needs them as they were.
+        inputs: the meta tensors in its arguments.
+        sources: the real tensors in its arguments, with their versions. A replay needs them
+            unchanged.
     """
 
     func: Any
@@ -42,8 +44,8 @@ class _RecordedOp:
 
 class ConstructorRecorder(TorchDispatchMode):
     """Runs a constructor's operations on the meta device, and records them by the storages they
-    touched. An operation whose result depends on values, or that writes to a tensor which has
-    memory, runs at once.
+    touched. An operation whose result depends on values, or that writes to a tensor with memory,
+    runs at once.
 
     The recorded meta tensors keep all storages alive, so that no address is used twice.
     """
@@ -55,74 +57,79 @@ class ConstructorRecorder(TorchDispatchMode):
         self._ops_by_storage: dict[int, list[int]] = {}
         self.scratch: ScratchBuffer | None = None  # while recording
         self.modules = WeakValueDictionary[int, nn.Module]()
-        """By id: those that got a parameter, buffer or child while it recorded, and have no engine
-        yet. A copy by `copy.deepcopy` alone is not among them."""
+        """The modules, by id, that got a parameter, buffer or child while operations were recorded,
+        and have no engine yet. A module made by `copy.deepcopy` alone is not among them."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if kwargs.get("device") == _META:  # copied from a recorded tensor
+        if kwargs.get("device") == _META:  # the device of a recorded tensor, passed on
             kwargs["device"] = _CPU
         inputs = list(iter_tensors((args, kwargs)))
-        planned = list(filter(is_unmaterialized, inputs))
+        meta_inputs = list(filter(is_unmaterialized, inputs))
         creates = any(argument.name == "device" for argument in func._schema.arguments)
-        if not (planned if inputs else creates):
-            return func(*args, **kwargs)  # real tensors from outside are not recorded
+        if not (meta_inputs if inputs else creates):
+            return func(*args, **kwargs)  # operations on real tensors only are not recorded
         needs_values = torch.Tag.data_dependent_output in func.tags
         if needs_values or not all(map(is_unmaterialized, _written(func, args, kwargs))):
             return self._run(func, args, kwargs)
         on_meta = dict(kwargs, device=_META) if not inputs or "device" in kwargs else kwargs
-        meta_args, meta_kwargs = tree_map_only(Tensor, lambda it: it.to(_META), (args, on_meta))
+        meta_args, meta_kwargs = tree_map_only(
+            Tensor, lambda value: value.to(_META), (args, on_meta)
+        )
         try:
             results = func(*meta_args, **meta_kwargs)
-        except NotImplementedError:  # not on the meta device: its shape depends on values
+        except NotImplementedError:  # no meta kernel: the result's shape depends on values
             return self._run(func, args, kwargs)
         state = self._advance_rng(func, args, kwargs)
         outputs = list(iter_tensors(results))
-        input_keys, output_keys = _storage_keys(planned), _storage_keys(outputs)
+        input_keys, output_keys = _storage_keys(meta_inputs), _storage_keys(outputs)
         if func._schema.is_mutable or not output_keys <= input_keys:
             number = next(self._numbers)
             for key in input_keys | output_keys:
                 self._ops_by_storage.setdefault(key, []).append(number)
-            sources = [(it, _version(it)) for it in inputs if not is_unmaterialized(it)]
-            args, kwargs, planned, outputs = tree_map_only(
-                Tensor, Tensor.detach, (args, kwargs, planned, outputs)
+            real_inputs = [tensor for tensor in inputs if not is_unmaterialized(tensor)]
+            sources = [(tensor, _version(tensor)) for tensor in real_inputs]
+            args, kwargs, meta_inputs, outputs = tree_map_only(
+                Tensor, Tensor.detach, (args, kwargs, meta_inputs, outputs)
             )
-            operation = _RecordedOp(func, args, kwargs, planned, outputs, sources, state)
+            operation = _RecordedOp(func, args, kwargs, meta_inputs, outputs, sources, state)
             self._operations[number] = operation
         return results
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs an operation on values. What it writes to recorded tensors is recorded as copied."""
+        """Runs an operation on real values. If it writes to a recorded tensor, the written value is
+        recorded as copied to that tensor."""
         real, _ = self._replay_storages(*filter(is_unmaterialized, iter_tensors((args, kwargs))))
-        planned: dict[int, Tensor] = {}  # by the id of the value that it has in this call
-        values = []
+        meta_of: dict[int, Tensor] = {}  # the meta tensors, by the ids of their values in this call
+        values = []  # keeps the ids valid
 
         def value_of(tensor: Tensor) -> Tensor:
             if not is_unmaterialized(tensor):
                 return tensor
-            values.append(_real_view(tensor, real))
-            planned[id(values[-1])] = tensor
-            return values[-1]
+            value = _real_view(tensor, real)
+            values.append(value)
+            meta_of[id(value)] = tensor
+            return value
 
         args, kwargs = tree_map_only(Tensor, value_of, (args, kwargs))
         results = func(*args, **kwargs)
         for value in _written(func, args, kwargs):
-            if id(value) in planned:
-                self.__torch_dispatch__(_COPY, (), (planned[id(value)], value))
-        return tree_map_only(Tensor, lambda it: planned.get(id(it), it), results)
+            if id(value) in meta_of:
+                self.__torch_dispatch__(_COPY, (), (meta_of[id(value)], value))
+        return tree_map_only(Tensor, lambda value: meta_of.get(id(value), value), results)
 
     def _advance_rng(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | None:
-        """Advances a random operation's generator; its state before, None for other operations."""
+        """Advances the generator of an operation and returns its old state. None if not random."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return None
         state: Tensor = _generator(kwargs).get_state()
 
         def real(tensor: Tensor) -> Tensor:
-            # The same strides, because the count of random numbers depends on the layout.
+            # With the same strides: how many random numbers are drawn depends on the layout.
             numel = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
             self.scratch = self.scratch or ScratchBuffer(_CPU)
             flat = self.scratch.flat(numel, tensor.dtype)
@@ -132,17 +139,17 @@ class ConstructorRecorder(TorchDispatchMode):
         return state
 
     def has_recorded(self, storage: int) -> bool:
-        """Whether an operation on the storage of that id was recorded."""
+        """Returns whether an operation on the storage with this id was recorded."""
         return storage in self._ops_by_storage
 
     def last_operation(self, tensor: Tensor) -> int | None:
-        """The number of the last one that touched its storage: until it changes, so do no values.
-        None if there is none."""
+        """Returns the number of the last operation that touched the tensor's storage, or None. As
+        long as the number is the same, the values are."""
         return self._ops_by_storage.get(storage_id(tensor), [None])[-1]
 
     def replay(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """The value of `tensor` after all recorded operations, as a new tensor. Raises ConfigError
-        if it is not known."""
+        """Returns the value of `tensor` after all recorded operations, as a new tensor. Raises
+        ConfigError if the value is not known."""
         with without_dispatch_modes(), torch.no_grad():
             real, made_elsewhere = self._replay_storages(tensor)
             value = _real_view(tensor, real)
@@ -151,14 +158,19 @@ class ConstructorRecorder(TorchDispatchMode):
             return value.to(device)
 
     def _replay_storages(self, *tensors: Tensor) -> tuple[dict[int, Tensor], bool]:
-        """Real tensors by the storage of their meta tensors: those given, and what they needed; and
-        whether one of these was not made while recording."""
+        """Replays the operations that the given meta tensors depend on.
+
+        Returns:
+            The real tensors by their meta tensors' storages, and whether an operation wrote to a
+            tensor that was not made while recording.
+        """
         real: dict[int, Tensor] = {}
-        made = [_replay_op(self._operations[it], real) for it in self._dependencies(*tensors)]
-        return real, not all(made)
+        numbers = self._dependencies(*tensors)
+        known = [_replay_op(self._operations[number], real) for number in numbers]
+        return real, not all(known)
 
     def forget(self, modules: Iterable[nn.Module]) -> None:
-        """Drops the operations that were needed for these modules only, or for none."""
+        """Drops the operations that no recorded module other than these needs."""
         for module in modules:
             self.modules.pop(id(module), None)
         tensors = [
@@ -169,15 +181,15 @@ class ConstructorRecorder(TorchDispatchMode):
         ]
         needed = self._dependencies(*tensors)
         self._operations = {number: self._operations[number] for number in needed}
-        self._ops_by_storage = {
-            key: kept
+        kept = {
+            key: [number for number in numbers if number in self._operations]
             for key, numbers in self._ops_by_storage.items()
-            if (kept := [it for it in numbers if it in self._operations])
         }
+        self._ops_by_storage = {key: numbers for key, numbers in kept.items() if numbers}
 
     def copied_from(self, tensor: Tensor) -> Tensor | None:
-        """The unchanged real tensor that the last operation on its storage has copied to all of
-        `tensor`; None if it has other values."""
+        """Returns the real tensor that the last operation on the storage of `tensor` copied to all
+        of `tensor`. None if the last operation was another one, or the real tensor has changed."""
         operation = self._operations.get(self._ops_by_storage[storage_id(tensor)][-1])
         if operation is None or operation.func is not _COPY or not operation.sources:
             return None
@@ -188,7 +200,8 @@ class ConstructorRecorder(TorchDispatchMode):
         return source if whole and same and _version(source) == version else None
 
     def _dependencies(self, *tensors: Tensor) -> list[int]:
-        """The operations that wrote the storages, and their inputs', in recorded order."""
+        """Returns the numbers of the operations that touched the tensors' storages or,
+        transitively, those operations' inputs. In recorded order."""
         pending, needed = [*map(storage_id, tensors)], set[int]()
         seen = set(pending)
         while pending:
@@ -202,8 +215,8 @@ class ConstructorRecorder(TorchDispatchMode):
 
 
 class ValueReader(TorchFunctionMode):
-    """Gives their values to functions that read tensors without an operation that can be recorded,
-    such as `tolist`."""
+    """Replaces recorded tensors with their values in functions that read a tensor without a
+    recordable operation, such as `tolist`."""
 
     def __init__(self, recorder: ConstructorRecorder) -> None:
         super().__init__()
@@ -229,11 +242,11 @@ _READERS = {
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a call of an operation writes to."""
-    arguments = func._schema.arguments if func._schema.is_mutable else ()
-    given = dict(zip((it.name for it in arguments), args, strict=False)) | kwargs
-    names = [it.name for it in arguments if it.alias_info is not None and it.alias_info.is_write]
-    return list(iter_tensors([given.get(name) for name in names]))
+    """Returns the tensors that a call of an operation writes to."""
+    params = func._schema.arguments if func._schema.is_mutable else ()
+    given = dict(zip((param.name for param in params), args, strict=False)) | kwargs
+    written = [param.name for param in params if param.alias_info and param.alias_info.is_write]
+    return list(iter_tensors([given.get(name) for name in written]))
 
 
 def _version(tensor: Tensor) -> int:
@@ -241,9 +254,11 @@ def _version(tensor: Tensor) -> int:
 
 
 def _replay_op(operation: _RecordedOp, real: dict[int, Tensor]) -> bool:
-    """Runs an operation on real tensors and adds those it creates to `real`, by storage. False if
-    it writes to what was not made while recording: that is NaN before. transformers makes resized
-    embeddings so, and writes all of their rows."""
+    """Runs an operation on real tensors, and adds the tensors it creates to `real`, by storage.
+
+    Returns False if the operation writes to a tensor that was not made while recording, which is
+    NaN before. transformers makes resized embeddings so, and writes all of their rows.
+    """
     known = True
     for written in _written(operation.func, operation.args, operation.kwargs):
         is_known = not is_unmaterialized(written) or storage_id(written) in real
@@ -267,8 +282,8 @@ def _replay_op(operation: _RecordedOp, real: dict[int, Tensor]) -> bool:
         generator.set_state(operation.random_state)
     results = operation.func(*args, **kwargs)
     generator.set_state(before)
-    for planned, result in zip(operation.outputs, iter_tensors(results), strict=True):
-        real.setdefault(storage_id(planned), result)
+    for output, result in zip(operation.outputs, iter_tensors(results), strict=True):
+        real.setdefault(storage_id(output), result)
     return known
 
 
@@ -277,7 +292,7 @@ def _generator(kwargs: dict[str, Any]) -> torch.Generator:
 
 
 def is_unmaterialized(tensor: Tensor) -> bool:
-    """Whether a tensor has no memory yet. Not `is_meta`, which is hidden while recording."""
+    """Returns whether a tensor has no memory yet. `is_meta` would be False while recording."""
     return tensor.device.type == "meta"
 
 
@@ -296,7 +311,7 @@ def _no_values(meta: Tensor) -> ConfigError:
 
 
 def _real_view(meta: Tensor, real: dict[int, Tensor]) -> Tensor:
-    """The real counterpart of a meta tensor: the same view of the real storage, of its dtype."""
+    """Returns the real counterpart of a meta tensor: the same view, of the real storage."""
     owner = real.get(storage_id(meta))
     if owner is None:
         raise _no_values(meta)

@@ -1,7 +1,8 @@
 """Schedules the reduction of gradients over the ranks.
 
 Every rank must launch the same collectives in the same order, even if its gradients arrive in
-another: units are reduced in plan order, each as soon as it and all earlier ones are complete.
+another order. So units are reduced in plan order, each as soon as it and all earlier units are
+complete.
 
 Rule of ordering: `plan-order` (docs/engine.md).
 """
@@ -28,12 +29,14 @@ def no_backward() -> bool:
 
 
 class BackwardPass:
-    """The running backward, if there is one: `engine.backward()`, or the script's own.
+    """The state of the running backward: one of `engine.backward()`, the script's own, or none.
 
     Attributes:
-        collects: it has reached gradients of parameters, which the reducer takes.
-        on_own_block, on_own_gradient: called where a backward that was not begun reaches a block of
-            stage 3, or a gradient: it is begun in them, or they raise.
+        collects: the reducer takes the backward's gradients.
+        on_own_block: called at a block of stage 3 if no backward runs: the script has started one.
+            Calls `begin`, or raises.
+        on_own_gradient: called at a parameter's gradient if no backward `collects`. Calls
+            `Reducer.begin_backward`, or raises.
     """
 
     on_own_block: Callable[[], None]
@@ -43,7 +46,7 @@ class BackwardPass:
         self.end()
 
     def begin(self, runs: Callable[[], object]) -> None:
-        """`runs` is falsy from the backward's end on, also where it failed."""
+        """Begins a backward. `runs` returns a false value once it has ended or failed."""
         self._runs = runs
         self.collects = False
 
@@ -56,8 +59,13 @@ class BackwardPass:
 
 
 class _UnitProgress:
-    """One unit in the current backward: the gradients that have arrived, by parameter, and how
-    many have not. `collected`: the store has got them."""
+    """The progress of one unit in the current backward.
+
+    Attributes:
+        held: the gradients that have arrived, by parameter.
+        missing: how many gradients have not arrived.
+        collected: the store has got the unit's gradients.
+    """
 
     def __init__(self, grads: GradStore, param_count: int) -> None:
         self.grads = grads
@@ -71,7 +79,7 @@ class _UnitProgress:
         self.collected = False
 
     def collect(self, *, add: bool) -> None:
-        """Hands over what has arrived; what has not counts as zero."""
+        """Gives the held gradients to the store. Missing ones count as zero."""
         held, self.held = self.held, []
         given = [grad for grad in held if grad is not None] if self._factor != 1.0 else []
         if given:
@@ -89,19 +97,15 @@ class _UnitProgress:
 class Reducer:
     """Receives gradients from autograd's hooks and reduces them over the ranks.
 
-    One backward is `begin_backward`, any number of `on_gradient`, `finish_backward`. `wait` must
-    be called before main gradients are read. A step may have any number of backwards that reduce:
-    sums are added to.
+    A backward is a call of `begin_backward`, any number of `on_gradient`, then `finish_backward`.
+    `wait` must be called before main gradients are read. A step may have any number of backwards
+    that reduce: their gradients are added up.
 
     Args:
         units: gradient stores and their parameter counts, in launch order.
-        buffers: from which gradients are reduced if they are sharded, every micro-step; None if
+        buffers: the buffers from which sharded gradients are reduced in every micro-step. None if
             every rank holds full gradients, which are reduced once per step.
         overlap: continue backward while a reduction is in flight.
-
-    Attributes:
-        backward: its `on_own_gradient` is called at a gradient outside of these calls, before it is
-            taken: it calls `begin_backward`, or raises.
     """
 
     def __init__(
@@ -119,19 +123,20 @@ class Reducer:
     def connect(
         self, units: Sequence[tuple[GradStore, int]], buffers: GradBufferPool | None
     ) -> None:
-        """Uses these stores and buffers from now on. Gradients in the earlier ones are forgotten,
-        and their reductions are not waited for."""
+        """Uses these stores and buffers from now on. Forgets gradients in the previous stores,
+        without waiting for their reductions."""
         self._units = [_UnitProgress(grads, count) for grads, count in units]
         self.buffer_pool = buffers
-        # Of sharded gradients no more than there are buffers: older ones were waited for.
+        # Sharded gradients have at most as many reductions in flight as there are buffers: a
+        # buffer's next use waits for its reduction.
         self._in_flight: deque[Work] = deque(maxlen=buffers.max_count if buffers else None)
         self._next_unit = 0
         self._reducing = False
         self.backward.collects = False
 
     def begin_backward(self, *, first: bool, last: bool, factor: float = 1.0) -> None:
-        """Called before a backward; `first` and `last` of its step. Its gradients are multiplied by
-        `factor`."""
+        """Called before a backward, whose gradients are multiplied by `factor`. `first` and `last`
+        say whether it is the first or last backward of its step."""
         self.backward.collects = True
         self._first_micro_step = first
         self._reducing = last or self.buffer_pool is not None
@@ -140,7 +145,7 @@ class Reducer:
             unit.begin(factor)
 
     def on_gradient(self, number: int, index: int, param: Tensor) -> None:
-        """Parameter `index` of a unit has a gradient of this micro-step in `.grad`. Raises
+        """Takes the gradient of parameter `index` of unit `number` from `param.grad`. Raises
         EngineError if the unit has been reduced already."""
         grad = param.grad
         if grad is None:
@@ -165,14 +170,14 @@ class Reducer:
                 unit.collect(add=not self._first_micro_step)
 
     def finish_backward(self) -> None:
-        """Called after a backward: treats missing gradients as zero, and reduces the remaining
-        units."""
+        """Called after a backward. Reduces the remaining units, missing gradients as zero."""
+        first = self._first_micro_step
         for unit in self._units:
             unit.missing = 0
-            if not self._reducing and any(grad is not None for grad in unit.held):
-                unit.collect(add=not self._first_micro_step)
-            elif not self._reducing and self._first_micro_step and not unit.collected:
-                unit.collect(add=False)
+            if self._reducing:
+                continue
+            if any(grad is not None for grad in unit.held) or (first and not unit.collected):
+                unit.collect(add=not first)
         if self._reducing:
             self._launch_ready()
         self.backward.collects = False
@@ -190,7 +195,7 @@ class Reducer:
             self._in_flight.popleft().wait()
 
     def _launch_ready(self) -> None:
-        """Starts to reduce the units that are complete, up to the first that is not."""
+        """Starts to reduce the units before the first incomplete one."""
         first = self._first_micro_step
         while self._next_unit < len(self._units):
             unit = self._units[self._next_unit]
@@ -213,8 +218,8 @@ class Reducer:
 
 
 def _refuse_later_hook(last: Any) -> None:
-    """Raises EngineError if a parameter's last hook is not the engine's: it would find no `grad`,
-    which is the engine's from here on."""
+    """Raises EngineError if a parameter's last hook is not the engine's. Such a hook would find no
+    gradient in `param.grad`, because the reducer takes it."""
     function = getattr(last, "func", last)
     if not getattr(function, "__module__", "").startswith("rayzero.engine."):
         raise EngineError(
@@ -230,9 +235,9 @@ class UnitGradSpec:
     """One trainable unit's main gradients.
 
     Attributes:
-        dtype: of the main gradients.
+        dtype: the main gradients' dtype.
         shard: this rank's range of the flat layout.
-        replicated: every rank gets all reduced gradients, not its shard only.
+        replicated: every rank gets all reduced gradients, not only its shard.
     """
 
     layout: UnitLayout
@@ -247,11 +252,11 @@ class UnitGradSpec:
 
 @dataclass(frozen=True)
 class ErrorFeedback:
-    """One unit's residuals of compression on this rank: part of the training state.
+    """One unit's residuals of compression on this rank. They are part of the training state.
 
     Attributes:
-        local: of this rank's gradients, in the unit's flat layout.
-        reduced: of the reduced shard, where that is compressed too; else None.
+        local: the residuals of this rank's gradients, in the unit's flat layout.
+        reduced: the residuals of the reduced shard. None if that is not compressed.
     """
 
     unit: UnitGradSpec
@@ -263,7 +268,7 @@ class ErrorFeedback:
         return [self.local] if self.reduced is None else [self.local, self.reduced]
 
     def reset(self) -> None:
-        """Discards residuals, which may not be finite."""
+        """Sets the residuals, which may not be finite, to zero."""
         for residual in self.tensors:
             residual.zero_()
 
@@ -274,16 +279,16 @@ class ErrorFeedback:
 
 
 class GradReduction:
-    """How a run's gradients are communicated: uncompressed in this class, quantized or as low-rank
-    factors in those of `compression`.
+    """Chooses how a run's gradients are reduced. This class reduces them uncompressed, subclasses
+    in `compression` quantized or as low-rank factors.
 
     Args:
         factor: the initial `residual_factor`.
 
     Attributes:
-        residuals: of the units with error feedback.
-        residual_factor: residuals times this are in units of the mean gradient. It depends on the
-            loss scale, and on the world size where gradients are averaged after the reduction.
+        residuals: the residuals of the units with error feedback.
+        residual_factor: the factor from residuals to units of the mean gradient. It depends on the
+            loss scale, and on the world size if gradients are averaged after the reduction.
     """
 
     def __init__(self, collectives: Collectives, factor: float) -> None:
@@ -292,26 +297,25 @@ class GradReduction:
         self._collectives = collectives
 
     def reduce_op(self, unit: UnitGradSpec) -> ReduceOp:
-        """The operation that reduces a unit's gradients. Called once per unit."""
+        """Returns the operation that reduces a unit's gradients. Called once per unit."""
         return self._collectives
 
     def replicated_state(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of training state that is equal on all ranks."""
+        """Yields (name, tensor) of training state that is equal on all ranks."""
         yield from ()
 
     def clip_limit(self, limit: float) -> float:
-        """The norm that this step's gradients are clipped to, where the config says `limit`; 0: not
-        at all."""
+        """Returns the norm to clip this step to, or 0 for no clipping. `limit` is the config's."""
         return limit
 
     def discard_residuals(self) -> None:
-        """A step was skipped: its gradient, which may not be finite, must not be applied later."""
+        """Called when a step is skipped: its gradient, maybe not finite, is not to be applied."""
         for feedback in self.residuals:
             feedback.reset()
 
     def rescale(self, ratio: float) -> None:
-        """The loss scale, and so all later gradients, have been multiplied by `ratio`: a power of
-        two, so that nothing is rounded."""
+        """Called when the loss scale, and so all later gradients, are multiplied by `ratio`. That
+        is a power of two, so the residuals are not rounded."""
         for feedback in self.residuals:
             feedback.scale(ratio)
         self.residual_factor /= ratio

@@ -32,15 +32,15 @@ from rayzero.engine.zero.unused_params import UnusedParams, UnusedRanges
 
 @dataclass(eq=False)
 class ZeroRuntime:
-    """Everything between the model's hooks and the local optimizer. Lives as long as the engine;
-    what depends on the number of ranks is replaced when that changes (`recut`).
+    """All parts of ZeRO between the model's hooks and the local optimizer. Lives as long as the
+    engine. `recut` replaces the parts that depend on the number of ranks when that changes.
 
     Attributes:
-        units: in launch order.
-        ungrouped_params: by name: frozen parameters, where weights are replicated, and tensors that
-            belong to quantized ones.
+        units: the units in launch order.
+        ungrouped_params: tensors that are in no unit, by name: frozen parameters if weights are
+            replicated, and tensors that belong to quantized parameters.
         unshard_scheduler: None if model weights are replicated.
-        unused_params: None where an unused parameter has a gradient of zero.
+        unused_params: None if an unused parameter has a gradient of zero.
     """
 
     stage: Stage
@@ -56,8 +56,8 @@ class ZeroRuntime:
     hooks: list[RemovableHandle]
 
     def check_params(self, model: nn.Module) -> None:
-        """Raises EngineError if the model has trainable parameters that it had not when this was
-        built: they would differ between the ranks, and be in no step and no checkpoint."""
+        """Raises EngineError if trainable parameters were added to the model after `initialize`.
+        They would differ between ranks, and be in no step and no checkpoint."""
         known = set(map(id, self.ungrouped_params.values()))
         known.update(id(param) for unit in self.units for param in unit.params)
         added = [
@@ -69,7 +69,7 @@ class ZeroRuntime:
             names = ", ".join(added[:3]) + ", ..." * (len(added) > 3)
             raise EngineError(
                 f"the model has trainable parameters that it had not at `initialize`: {names}",
-                allowed="the parameters of then; later ones with requires_grad=False",
+                allowed="the parameters at `initialize`; later ones with requires_grad=False",
                 fix="attach modules and replace parameters before `initialize`",
             )
 
@@ -80,7 +80,7 @@ class ZeroRuntime:
 
     @contextmanager
     def backward_pass(self, *, first: bool, last: bool) -> Iterator[None]:
-        """Encloses autograd's backward of one micro-step; `first` and `last` of its step."""
+        """Encloses autograd's backward of a micro-step, which may be its step's first or last."""
         self.begin_backward(lambda: True)
         self.reducer.begin_backward(first=first, last=last)
         try:
@@ -99,20 +99,20 @@ class ZeroRuntime:
         self.begin_backward(no_backward)
 
     def finish_backward(self) -> None:
-        """After autograd's part of a backward: what is left to reduce."""
+        """Called after autograd's part of a backward. Reduces the remaining gradients."""
         self.reducer.finish_backward()
         self.collectives.progress_pending()
 
     def reduce_accumulated(self) -> None:
-        """Reduces the gradients of backwards that did not, as if another one had given zeros."""
+        """Reduces accumulated gradients, as if another backward, with zeros, was the last one."""
         if self.reducer.buffer_pool is None:
             self.reducer.begin_backward(first=False, last=True)
             self.finish_backward()
 
     def vote(self, loss: Tensor, factor: float, requests: StepRequests) -> StepVote:
-        """Waits for the reduced gradients, which are still to be multiplied by `factor`, then
-        agrees on norm, loss and requests. Collective. Raises EngineError if a gradient is not
-        finite, and the loss scale cannot be lowered."""
+        """Waits for the reduced gradients, then agrees on norm, loss and requests with the other
+        ranks. Collective. `factor` is the one by which the gradients are still to be multiplied.
+        Raises EngineError if a gradient is not finite and the loss scale cannot be lowered."""
         self.reducer.wait()
         parts = (part for unit in self.units if (part := unit.shard_grads()) is not None)
         used = self.unused_params.votes if self.unused_params is not None else ()
@@ -123,15 +123,15 @@ class ZeroRuntime:
         return vote
 
     def take_unused(self, vote: StepVote) -> UnusedRanges:
-        """Returns what the update of this step must not change; the next step counts from zero.
-        Raises EngineError where unused parameters are an error."""
+        """Returns the ranges of unused parameters, which this step's update must not change, and
+        resets the record of use. Raises EngineError if unused parameters are an error."""
         if self.unused_params is None:
             return {}
         self.unused_params.reset()
         return self.unused_params.find_unused(vote.used) if vote.finite else {}
 
     def discard_gradients(self) -> None:
-        """Forgets those of an unfinished step; returns when their memory may be overwritten."""
+        """Forgets an unfinished step's gradients. Returns when their memory may be overwritten."""
         self.reducer.discard()
         if self.unused_params is not None:
             self.unused_params.reset()
@@ -146,7 +146,7 @@ class ZeroRuntime:
 
     @contextmanager
     def _rescaling_residuals(self) -> Iterator[LossScaler]:
-        """Encloses a change of the loss scale: residuals are in units of scaled gradients."""
+        """Encloses a change of the loss scale, and adapts the residuals, which are scaled too."""
         scaler = self.precision.scaler
         before = scaler.value
         yield scaler
@@ -155,10 +155,10 @@ class ZeroRuntime:
 
     @torch.no_grad()
     def sync_model_weights(self) -> None:
-        """After the local update: copies all ranks' main weights to all ranks' model weights."""
+        """Copies the updated main weights of all ranks to the model weights of all ranks."""
         gather = self.stage.weight_collective is Collective.ALL_GATHER
         pending: list[Work] = []
-        for unit in reversed(self.units):  # about the order in which forward uses them
+        for unit in reversed(self.units):  # roughly the order in which forward uses them
             if unit.main_weights is not None:
                 owned = unit.weights.owned_range(unit.owned)
                 unit.state_store.copy_to_model(unit.main_weights, owned)
@@ -170,8 +170,8 @@ class ZeroRuntime:
             self.unshard_scheduler.invalidate()
 
     def wait_state(self) -> None:
-        """Returns when the state may be written, on the device by what is enqueued from now on: no
-        gather of weights and no copy from host memory is in flight."""
+        """Returns when the state may be written: no gather of weights and no copy from host memory
+        is in flight. State on the device may be written by work that is enqueued from now on."""
         if self.unshard_scheduler is not None:
             self.unshard_scheduler.wait_prefetched()
         if self.offload.separate_memory:
@@ -183,7 +183,7 @@ class ZeroRuntime:
         self.remove_hooks()
 
     def remove_hooks(self) -> None:
-        """Leaves the model to another engine."""
+        """Removes the model's hooks, so that another engine may take the model."""
         for handle in self.hooks:
             handle.remove()
         self.hooks.clear()

@@ -1,4 +1,4 @@
-"""Memory for a while, and memory that is not there until it is written."""
+"""Temporary buffers, and host memory whose pages are allocated when they are first written."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 def map_zeros(size: int) -> Tensor:
-    """Bytes of host memory, zero, which take no room before they are written, and none after the
-    last tensor of them is gone.
+    """Returns `size` zero bytes of host memory. A page is allocated when it is first written, and
+    all are returned to the system with the last tensor that uses them.
 
-    Not from malloc: once glibc has freed blocks of some MB, it takes such blocks from the heap, and
-    leaves up to 64 MB of that, and all that lies below a small block, in the process.
+    malloc does not guarantee that. Once glibc has freed blocks of some MB, it takes such blocks
+    from the heap. Freed heap memory stays in the process: up to 64 MB, and all below a live block.
     """
     if not size:
         return torch.empty(0, dtype=torch.uint8)
@@ -28,7 +28,7 @@ class ScratchBuffer:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def flat(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor, of any values. It invalidates the previous one."""
+        """Returns a flat tensor with undefined values. Invalidates the previously returned one."""
         size, device = numel * dtype.itemsize, self._memory.device
         if self._memory.numel() < size:
             self._memory = torch.empty(0, dtype=torch.uint8, device=device)

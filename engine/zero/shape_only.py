@@ -1,4 +1,4 @@
-"""Tensors of which only shape and dtype are known until they are read."""
+"""Tensors that have only a shape and a dtype until their values are read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rayzero.engine.torch_private import without_torch_functions
 
 
 class ShapeOnly(Tensor):
-    """A tensor without values of its own: a function of torch that needs them gets what `read`
-    returns, and one that changes them runs inside `write`. Both may raise."""
+    """A tensor without values of its own. A torch function that needs the values gets the result of
+    `read` instead. A torch function that changes them runs inside `write`. Both may raise."""
 
     def read(self) -> Tensor:
         raise NotImplementedError
@@ -60,6 +60,7 @@ SHAPE_ONLY = set(
 
 
 def function_name(func: Callable[..., Any]) -> str:
-    """The name of what `__torch_function__` got: a property's, not its getter's."""
+    """Returns the name of the function that `__torch_function__` got. For the getter of a property,
+    that is the property's name, not `__get__`."""
     is_property = func.__name__ == "__get__"
     return getattr(func, "__self__", func).__name__ if is_property else func.__name__

@@ -28,7 +28,7 @@ class StepVote:
         grad_norm: the L2 norm of the summed gradient, before clipping.
         loss: the mean loss over the global batch.
         agreed: the ranks' common decision on their requests.
-        used: the ranks' sums of `used`.
+        used: the sums over the ranks of the `used` that they gave to `vote_on_step`.
     """
 
     grad_norm: float
@@ -56,14 +56,14 @@ def vote_on_step(
     """Agrees on a step.
 
     Args:
-        parts: this rank's parts of the summed gradients; over all ranks, each element once. An
-            offloaded one waits for its copy to the host.
-        loss: this rank's weighted loss, a scalar; the ranks' add up to the mean.
-        factor: the gradients are still to be multiplied by it.
-        requests: this rank's.
-        used: numbers to be summed, those of `UnusedParams`.
+        parts: this rank's parts of the summed gradients. Over all ranks, each element occurs once.
+            Iterating waits for the copies of offloaded parts to the host.
+        loss: this rank's weighted loss, a scalar. The mean loss is the sum over the ranks.
+        factor: the factor by which the gradients are still to be multiplied.
+        requests: this rank's requests.
+        used: numbers to be summed over the ranks: the votes of `UnusedParams`.
     """
-    # Timed and observed: the copies wait for the reductions.
+    # Timed and reported as a wait: the copies wait for the reductions.
     sequence = collectives.counters.sequence
     summed = collectives.run_timed("a copy", sequence, lambda: list(parts), list[Tensor])
     if collectives.broken:
@@ -76,18 +76,21 @@ def vote_on_step(
 
 
 def _squared_norm(parts: list[Tensor], device: Device) -> Tensor:
-    """The squared L2 norm of all parts, a float64 on the device. Of those in host memory, one
-    number is copied there."""
+    """Returns the squared L2 norm of all parts, a float64 on the device. The norm of the parts in
+    host memory is computed there, and one number is copied to the device."""
     if not device.separate_memory:
         return _l2_norm(parts).double().square()
-    total = device.to_device(_l2_norm([it for it in parts if device.owns(it)])).double().square()
-    if offloaded := [it for it in parts if not device.owns(it)]:
+    on_device = [part for part in parts if device.owns(part)]
+    offloaded = [part for part in parts if not device.owns(part)]
+    total = device.to_device(_l2_norm(on_device)).double().square()
+    if offloaded:
         total += device.to_device(_l2_norm(offloaded)).double().square()
     return total
 
 
 def _l2_norm(parts: list[Tensor]) -> Tensor:
-    """The L2 norm of parts in one memory; of 16-bit ones in float32, lest fp16 overflows."""
+    """Returns the L2 norm of parts that are in one memory. Norms of 16-bit parts are computed in
+    float32, because fp16 would overflow."""
     narrow = [part for part in parts if part.dtype.itemsize < 4]
     if not narrow:
         return get_total_norm(parts)
@@ -98,7 +101,7 @@ def _l2_norm(parts: list[Tensor]) -> Tensor:
 def nonfinite_error(
     units: Sequence[Unit], collectives: Collectives, scale: float, device: torch.device
 ) -> EngineError:
-    """The error of an overflow at the lowest loss scale; the same on every rank. Collective."""
+    """Returns the error, equal on all ranks, for overflow at the lowest loss scale. Collective."""
     culprit = _first_nonfinite_param(units, collectives, device)
     if culprit is None:
         where = "the norm of the gradients is not finite, though every element is"
@@ -117,9 +120,10 @@ def nonfinite_error(
 def _first_nonfinite_param(
     units: Sequence[Unit], collectives: Collectives, device: torch.device
 ) -> tuple[str, str] | None:
-    """The unit and name of the first parameter in backward order whose gradient is not finite.
+    """Returns the unit and name of the first parameter in backward order whose gradient is not
+    finite.
 
-    Units are in the order of backward; inside one, its last parameter comes first.
+    Units are in the order of backward. Within a unit, the last parameter comes first.
     """
     named, counts = [], list[float]()
     for unit in units:

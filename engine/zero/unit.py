@@ -19,13 +19,13 @@ class Unit:
     Attributes:
         params: the model's parameters, in the layout's order.
         weights: the model weights.
-        main_weights: of the range `owned`; the same memory as the model weights if both have the
-            same dtype. None for a frozen unit.
+        main_weights: the main weights of the range `owned`. They share the model weights' memory if
+            both have the same dtype. None for a frozen unit.
         grads: the gradients; None for a frozen unit.
         owned: the range of the flat layout that this rank's optimizer updates.
         shard: this rank's shard; equal to `owned` unless the optimizer state is replicated.
         module: the block whose forward needs the unit gathered; None if weights are replicated.
-        state_store: of main weights and optimizer state.
+        state_store: holds main weights and optimizer state.
     """
 
     layout: UnitLayout
@@ -43,8 +43,8 @@ class Unit:
         return self.layout.name
 
     def shard_grads(self) -> Tensor | None:
-        """The main gradients of this rank's shard, for sums over ranks: over all of them, each
-        element once. None for a frozen unit."""
+        """The main gradients of this rank's shard. None for a frozen unit. The shards of all ranks
+        together have each element exactly once, as a sum over ranks needs it."""
         if self.grads is None:
             return None
         start = self.owned.start

@@ -3,12 +3,11 @@
 The scheduler records which block follows which, in forward and in backward, and gathers the next
 one while the current one computes.
 
-Why a buffer may be overwritten. In forward, its block has returned when another block is entered.
-In backward, autograd runs nodes of one device in reverse order of creation, so when a later block's
-output gradient is followed by an earlier one's, the later block is done; on CUDA its kernels are
-enqueued before the collective that overwrites the buffer. The exception is a block that calls
-another one: it gets its own buffer once that has been observed, and until then nothing is
-prefetched.
+Why a buffer may be overwritten. In forward, a block has returned when another block is entered. In
+backward, autograd runs the nodes of one device in reverse order of creation. So when the gradient
+of an earlier block's output arrives, the later block is done. On CUDA its kernels are enqueued
+before the collective that overwrites the buffer. The exception is a block that calls another block.
+Such a block gets its own buffer once the call has been observed. Until then nothing is prefetched.
 
 Rules of ordering: `gather-reuse`, `gather-assignment`, `weights-outside` (docs/engine.md).
 """
@@ -44,8 +43,8 @@ def _not_differentiable(seen: str) -> EngineError:
 class UnshardScheduler:
     """Gathers blocks' weights before their forward and backward.
 
-    Without `reshard_after_forward` every block has its own buffer, so it is gathered once a step:
-    it stays from its first forward to the update, also over the micro-steps.
+    Without `reshard_after_forward` every block has its own buffer and is gathered once a step: it
+    stays gathered from its first forward to the update, over all micro-steps.
     """
 
     def __init__(
@@ -60,28 +59,29 @@ class UnshardScheduler:
         self._backward = backward
         self.blocks = blocks
         self.buffers = buffers
-        self.paused = False  # the script has gathered all weights itself: no block is gathered
+        self.paused = False  # the script has gathered all weights itself, so hooks do nothing
         modules = {block.module for block in blocks}
-        self._outer_blocks = {  # blocks that contain others: they stay gathered while those run
+        self._outer_blocks = {  # with buffers of their own: they stay gathered while others run
             block
             for block in blocks
             if not reshard_after_forward or len(modules.intersection(block.module.modules())) > 1
         }
-        # Whether gradients are enabled in the forwards whose reads of weights were not checked yet.
+        # The grad modes (enabled: True) in which no forward's reads of weights were checked yet.
         self._unchecked = {True, False} if any(block.large for block in blocks) else set[bool]()
         self._begin(gather)
 
     def reconnect(self, gather: WeightGather) -> None:
-        """Gathers by `gather` from now on, from the blocks' new units. What the ranks have observed
-        together is forgotten: they must launch the same gathers, and new ones know nothing."""
+        """Gathers the blocks' new units with `gather` from now on. Forgets the recorded order of
+        blocks: all ranks must launch the same gathers, and new ranks have recorded nothing."""
         self.abandon()
         self._begin(gather)
 
     def abandon(self) -> None:
-        """Forgets what is gathered, and does not wait for what is being gathered."""
+        """Forgets gathered weights, without waiting for gathers in flight."""
         for block in self.blocks:
-            for unit in block.units if block.state is not BlockState.SHARDED else ():
-                unit.reshard()
+            if block.state is not BlockState.SHARDED:
+                for unit in block.units:
+                    unit.reshard()
             block.abandon()
         self.buffers.clear()
 
@@ -92,13 +92,13 @@ class UnshardScheduler:
         self._forward_order: dict[Block, None] = {}  # first uses since the last assignment
         self._successors: tuple[dict[Block, Block], ...] = ({}, {})  # in forward, in backward
         self._previous: Block | None = None
-        self._prefetch_ready = False  # buffers are assigned by the recorded order
+        self._prefetch_ready = False  # whether buffers are assigned in the recorded order
         self.buffers.assign(self.blocks, self._own_buffer)
 
     def checking_reads(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Around the model's forward: in the first one with gradients, and the first without, a
-        large module's weight that is read outside the module's forward raises EngineError; not
-        where the compiler would trace the check."""
+        """Returns a context for the model's forward. In the first forward with gradients, and in
+        the first without, reading a large module's weight outside that module's forward raises
+        EngineError there. Nothing is checked if the compiler would trace the check."""
         if (
             self.paused
             or torch.is_grad_enabled() not in self._unchecked
@@ -111,7 +111,7 @@ class UnshardScheduler:
     @untraced
     def root_pre_forward(self, around: Mapping[nn.Module, str] | None = None) -> None:
         """Called before the model's forward, also when it is recomputed in backward. Raises
-        ConfigError if one of the modules `around` blocks was compiled since."""
+        ConfigError if one of the modules `around` blocks has been compiled meanwhile."""
         refuse_compiled(around or {})
         if self._backward.runs or self.paused:
             return
@@ -120,9 +120,12 @@ class UnshardScheduler:
             block.forward_calls = 0
 
     def pre_forward(self, block: Block) -> None:
-        """Called before a block's forward, also when it is recomputed in backward. Raises
-        EngineError if a block that was called on its own is now called inside another one that
-        shares its buffer; or inside a transform of torch.func."""
+        """Called before a block's forward, also when it is recomputed in backward.
+
+        Raises:
+            EngineError: in a transform of torch.func, or if a block that was called on its own is
+                now called inside another one that shares its buffer.
+        """
         if self.paused:
             return
         if is_in_functional_transform():
@@ -138,12 +141,12 @@ class UnshardScheduler:
             self._prefetch(block)
 
     def post_forward(self, block: Block) -> None:
-        """Called after a block's forward has returned or raised, also in `pre_forward`."""
+        """Called after a block's forward has returned or raised, also if `pre_forward` raised."""
         if block in self._running:
             self._running.remove(block)
 
     def change_pass(self) -> None:
-        """A backward begins or ends: what follows is no successor of the block before."""
+        """Called when a backward begins or ends: the next block is no block's successor."""
         self._previous = None
 
     def pre_backward(self, block: Block) -> None:
@@ -162,19 +165,18 @@ class UnshardScheduler:
             self._prefetch(block)
 
     def state_of(self, unit: object) -> BlockState:
-        """The state of the block that one of its units belongs to."""
+        """Returns the state of the block that a unit belongs to."""
         return next(block.state for block in self.blocks if unit in block.units)
 
     def wait_prefetched(self) -> None:
-        """Returns when no gather reads the shards: not even of a block that was not used."""
+        """Returns when no gather reads the shards, not even that of a prefetched, unused block."""
         for block in self.blocks:
             if block.state is BlockState.GATHERING:
                 self._wait_all_gather(block)
 
     def invalidate(self) -> None:
-        """Discards gathered weights after the shards were updated; may reassign buffers.
-
-        No graph that a later backward would use may exist, so addresses may change here.
+        """Discards gathered weights after the shards were updated. May reassign buffers: no graph
+        that a later backward would use may exist, so addresses may change.
         """
         for block in self.blocks:
             self._reshard(block)
@@ -218,7 +220,8 @@ class UnshardScheduler:
     def _prefetch(self, block: Block) -> None:
         """Gathers the blocks that followed this one last time, as many as there are other
         buffers."""
-        successors, held = self._successors[self._backward.runs], [block]
+        successors = self._successors[self._backward.runs]
+        held = [block]
         for _ in range(self.buffers.count - 1):
             upcoming = successors.get(held[-1])
             if upcoming is None:
@@ -236,7 +239,8 @@ class UnshardScheduler:
         self._previous = block
 
     def _record_order(self, block: Block) -> None:
-        """Records the order of use, blocks that are called twice, and blocks that call others."""
+        """Records the order of first use. Also notes blocks that are called twice in a pass, or
+        that call others: they need buffers of their own."""
         block.forward_calls += 1
         if not self._prefetch_ready:
             self._forward_order.setdefault(block)
@@ -251,32 +255,30 @@ class UnshardScheduler:
             self._forward_order = self._forward_order or dict.fromkeys(self.blocks)
 
     def _leave_ring(self, block: Block) -> None:
-        """Gives a block that is called inside another one of the ring its own buffer.
+        """Gives a block that is called inside another block of the ring its own buffer.
 
-        At its first use in a pass only: later autograd may hold views of its address.
+        Only at the block's first use in a pass: later, autograd may hold views of its address.
         """
-        for other in self._running:
-            if other is not block and other.buffer_index is not None:
-                break
-        else:
+        outside = [running for running in self._running if running is not block]
+        if all(running.buffer_index is None for running in outside):
             return
         if not block.forward_calls:
             self._reshard(block)
             self.buffers.give_own_buffer(block)
             self._own_buffer.add(block)
             return
-        shares = self.buffers.current_block(block)
-        if shares is not None and shares in self._running:
+        outer = self.buffers.current_block(block)
+        if outer is not None and outer in self._running:
             raise EngineError(
-                f"the block {block.name!r} is called on its own and then inside {shares.name!r}, "
+                f"the block {block.name!r} is called on its own and then inside {outer.name!r}, "
                 "which shares its buffer",
                 fix="rayzero.unshard_modules in the engine config: name classes that do not nest",
             )
 
 
 class _ReadCheck(TorchFunctionMode):
-    """Sees every function of torch that is given a large module's weight, by whatever reference,
-    and refuses those outside the module's own forward: the weight is gathered there only."""
+    """Raises EngineError if a torch function gets a large module's weight, by whatever reference,
+    outside the module's own forward. The weight is gathered only there."""
 
     def __init__(self, blocks: Sequence[Block], running: Sequence[Block]) -> None:
         super().__init__()

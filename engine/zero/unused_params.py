@@ -1,9 +1,9 @@
 """Parameters that no rank used in a step, such as experts to which nothing was routed.
 
-By default their gradient is zero, and nothing here exists. A config may request an error, as
-DeepSpeed's `ignore_unused_parameters: false`, or no update, as PyTorch's optimizers do with a
-gradient of None. What was used is one number for each parameter in the step's vote: no rank decides
-alone, and there is no further collective.
+By default their gradient is zero, and this module is not used. A config may request an error
+(DeepSpeed's `ignore_unused_parameters: false`) or no update (PyTorch's optimizers skip a gradient
+of None). Each parameter's use is one number in the step's vote, so no rank decides alone and no
+further collective is needed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from rayzero.engine.errors import EngineError
 from rayzero.engine.zero.unit import Unit
 
 UnusedRanges = Mapping[str, Sequence[slice]]
-"""By unit, the ranges of its flat layout."""
+"""The unused parameters' ranges in the flat layout of each unit, by the unit's name."""
 
 
 class UnusedParams:
-    """Which parameters got a gradient in the current step.
+    """Records which parameters got a gradient in the current step.
 
     Args:
-        units: the trainable ones, equal on all ranks.
-        is_error: a parameter that no rank used is one.
+        units: the trainable units, equal on all ranks.
+        is_error: a parameter that no rank used is an error.
     """
 
     def __init__(self, units: Sequence[Unit], *, is_error: bool) -> None:
@@ -43,19 +43,20 @@ class UnusedParams:
 
     @property
     def votes(self) -> Sequence[float]:
-        """1 for each parameter that this rank used, else 0; `find_unused` takes the ranks' sums."""
+        """1 for each parameter that this rank used, else 0. `find_unused` gets the ranks' sums."""
         return self._used
 
     def reset(self) -> None:
-        """The gradients of the step are used up, or discarded."""
+        """Begins a new step: the gradients of the last one were applied or discarded."""
         self._used = [0.0] * len(self._params)
 
     def find_unused(self, sums: Sequence[float]) -> UnusedRanges:
-        """Raises EngineError, on all ranks, if there are any and that is an error."""
+        """Returns the ranges of the parameters that no rank used. Raises EngineError, on all ranks,
+        if there are any and that is an error."""
         found: dict[str, list[slice]] = {}
         names = []
         for (layout, index), used in zip(self._params, sums, strict=True):
-            if not used:  # where a parameter is does not depend on the number of ranks
+            if not used:  # a parameter's range does not depend on the number of ranks
                 found.setdefault(layout.name, []).append(layout.param_range(index))
                 names.append(layout.params[index].name)
         if names and self._is_error:
