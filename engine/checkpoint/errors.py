@@ -13,12 +13,12 @@ from rayzero.engine.layout.state_index import LogicalTensor
 StoreErrorKind: TypeAlias = Literal["full", "gone", "forbidden", "slow", "unreadable", "other"]
 
 _FIX_BY_KIND: dict[StoreErrorKind, str] = {
-    "full": "free space in the store, checkpoint.keep, or checkpoint.path",
-    "gone": "checkpoint.path: an existing folder, disk or bucket",
-    "forbidden": "the permissions of the folder, the store's credentials, or checkpoint.path",
-    "slow": "the network to the store, or checkpoint.path",
+    "full": "free space in the store, or change checkpoint.keep or checkpoint.path",
+    "gone": "set checkpoint.path to an existing folder, disk or bucket",
+    "forbidden": "check the permissions of the folder, the store's credentials, or checkpoint.path",
+    "slow": "check the network to the store, or checkpoint.path",
     "unreadable": "remove or replace it",
-    "other": "checkpoint.path",
+    "other": "check checkpoint.path",
 }
 
 

@@ -159,7 +159,6 @@ def write_model_file(tensors: Mapping[str, Tensor], path: Path) -> None:
         partial.rename(path)
     except (OSError, RuntimeError) as error:
         partial.unlink(missing_ok=True)
-        fix = (
-            "save_dir" if isinstance(error, OSError) else "another suffix, for torch.load's format"
-        )
+        is_disk_error = isinstance(error, OSError)
+        fix = "check save_dir" if is_disk_error else "use another suffix, for torch.load's format"
         raise DataError(f"{path} cannot be written: {error}", fix=fix) from error

@@ -127,7 +127,7 @@ class Manifest:
         }
 
     def to_bytes(self) -> bytes:
-        """The JSON text. Ranges refer to tensors by their index in one list."""
+        """Returns the JSON text. Ranges refer to tensors by their index in one list."""
         tensors = self.tensors
         number = {name: index for index, name in enumerate(tensors)}
         content = vars(self) | {

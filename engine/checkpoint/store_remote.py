@@ -27,7 +27,7 @@ class RemoteStore(Store):
     """An object store or HDFS. Confirmed writes are read back and compared."""
 
     def __init__(self, url: str, setting: str = "checkpoint.path", *, retries: bool = True) -> None:
-        """The URL may have options in its query, as pyarrow's `FileSystem.from_uri` accepts them:
+        """Opens a URL. Its query may have options, as pyarrow's `FileSystem.from_uri` accepts them:
         `s3://bucket/path?endpoint_override=host:port&scheme=http`. Credentials are found where the
         service's own tools find them: environment variables, files, instance metadata. Without
         `retries` S3's client does not retry requests. Raises ConfigError if pyarrow does not accept
