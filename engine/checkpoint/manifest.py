@@ -146,7 +146,7 @@ class Manifest:
         """Parses and verifies a manifest. `where` is its path or URL for messages. Raises
         CheckpointDamagedError if the content is not what was written, CheckpointVersionError if a
         newer version wrote it."""
-        # Imported here: vaults write manifests, and start without pydantic.
+        # Imported here: vaults write checkpoint files, and start without pydantic.
         from rayzero.engine.checkpoint.schema import MANIFEST, validate
 
         try:
