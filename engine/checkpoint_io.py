@@ -47,7 +47,7 @@ def save_checkpoint(
     answers = run_on_all_ranks(
         collectives, device, lambda: [check_tag(tag), encode_client_state(client_state)]
     )
-    tags = sorted({other for other, _ in answers})
+    tags = sorted({given for given, _ in answers})
     validation = step.settings.config.checkpoint.tag_validation
     if len(tags) > 1 and validation == "Fail":
         raise ConfigError(
@@ -71,12 +71,13 @@ def save_checkpoint(
 
 
 def is_late(progress: TrainingProgress, what: str, rank: int) -> bool:
-    """Whether a script that was run again is at the end of an epoch that was finished before: what
-    it saves there was written then, and the engine has a later step. Rank 0 logs it."""
+    """Returns whether a script that was run again is at the end of an epoch that the job finished
+    before. What the script saves there was written then, and the engine is at a later step already.
+    Rank 0 logs that `what` is not written."""
     if not progress.script_lag:
         return False
     if rank == 0:
-        text = "%s, of an epoch that is finished, is not written again, with step %d"
+        text = "%s, of an epoch that is finished, is not written again: the engine is at step %d"
         log.warning(text, what, progress.step)
     return True
 
@@ -97,8 +98,8 @@ def load_checkpoint(
         return None, None
 
     def read() -> Any:
-        with closing(open_checkpoint(path)) as whole:
-            source = choose_part(whole, step.state.engine_name)
+        with closing(open_checkpoint(path)) as opened:
+            source = choose_part(opened, step.state.engine_name)
             encoded = source.metadata(0).get("client_state", {})
             keys = list(encoded)
             loads = not options.progress or step.meter.admits_load(source.step, keys)
@@ -123,15 +124,19 @@ def load_checkpoint(
 
 
 def check_tag(tag: str) -> str:
-    """The tag; raises ConfigError if it is not safe as a folder's name."""
+    """Returns the tag. Raises ConfigError if the tag is not safe as a folder's name."""
     if is_safe_name(tag):
         return tag
-    raise ConfigError(f"the tag {tag!r} is not a folder's name", allowed="such as global_step100")
+    raise ConfigError(
+        f"the tag {tag!r} is not a folder's name", allowed="a folder's name, such as global_step100"
+    )
 
 
 def resolve_checkpoint(folder: str, tag: str | int | None) -> str | None:
-    """The path or URL of one checkpoint; None if no tag was given and the folder has none. Raises
-    DataError if there is no checkpoint of that tag, or of the tag in the file `latest`."""
+    """Returns the path or URL of the checkpoint `tag`; without a tag, of the one that the file
+    `latest` names, or else of the newest complete one. Returns None if no tag was given and the
+    folder has no checkpoint. Raises DataError if there is none of that tag, or of that in `latest`.
+    """
     name = _read_latest_tag(folder) if tag is None else str(tag)
     if name is None:
         newest = newest_complete(folder)
@@ -141,14 +146,16 @@ def resolve_checkpoint(folder: str, tag: str | int | None) -> str | None:
         raise DataError(
             f"there is no checkpoint {name!r} in {folder}",
             allowed="a tag that was saved there",
-            fix="load_checkpoint(tag=...)" if tag is not None else f"the file {LATEST_FILE} there",
+            fix="load_checkpoint(tag=...)"
+            if tag is not None
+            else f"edit the file {LATEST_FILE} there",
         )
     return path
 
 
 def open_checkpoint(path: str) -> StateSource:
-    """Opens a checkpoint of rayzero's or DeepSpeed's format. Raises DataError if it is neither, or
-    damaged."""
+    """Opens a checkpoint in rayzero's or DeepSpeed's format. Raises DataError if `path` is neither,
+    or is damaged."""
     if any(entry.name == MANIFEST_NAME for entry in open_store(path).list_folder()):
         return CheckpointSource(path)
     foreign = open_foreign(path)
@@ -172,7 +179,7 @@ def _read_latest_tag(folder: str) -> str | None:
 def without_frozen(
     model: nn.Module, state: dict[str, Tensor], exclude_frozen: bool
 ) -> dict[str, Tensor]:
-    """A model's state dict, on request without parameters that do not require gradients."""
+    """Returns `state`, a model's state dict; with `exclude_frozen`, without frozen parameters."""
     if not exclude_frozen:
         return state
     named = model.named_parameters(remove_duplicate=False)
@@ -186,10 +193,10 @@ def load_model_state(
     """Loads weights and buffers from a full state dict, equal on every rank. Collective."""
     buffers = {name for name, _ in model.named_buffers()}
     tensors = [
-        FlatTensor.from_tensor(f"{'buffers' if name in buffers else 'weights'}/{part}", it.cpu())
+        FlatTensor.from_tensor(f"{'buffers' if name in buffers else 'weights'}/{path}", part.cpu())
         for name, value in values.items()
         if isinstance(value, Tensor)
-        for part, it in plain_tensors(name, value).items()
+        for path, part in plain_tensors(name, value).items()
     ]
     source = TensorSource(tensors, {"step": 0})
     options = LoadOptions(strict=strict, optimizer=False, scheduler=False, progress=False)

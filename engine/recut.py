@@ -1,24 +1,25 @@
-"""How an engine outlives its process group: it is re-cut for other ranks, in place.
+"""Lets an engine outlive its process group: re-cuts the engine for other ranks, in place.
 
-After a loss, or when ranks come or go. The model, its parameters, hooks and compiled code stay, and
-so do the optimizer, the schedule, the loader and all objects that a script may hold. What depends
-on the number of ranks is replaced: the shards of weights, gradients and optimizer state, and the
-buffers that they pass through.
+Used after a loss of ranks, and when ranks join or leave. The model, its parameters, hooks and
+compiled code stay, and so do the optimizer, the schedule, the loader and all objects that a script
+may hold. What depends on the number of ranks is replaced: the shards of weights, gradients and
+optimizer state, and the buffers that they pass through.
 
-Memory. Units are replaced one by one: what a new one lacks is read from the source before the old
-one is dropped, so the peak is one unit above the larger of the two engines.
+Memory. Units are replaced one by one. The state that a new unit lacks is read from the source
+before the old unit is dropped, so the peak is one unit above the larger of the two engines.
 
-Order. The previous process group is gone, and the device has finished what was queued on it: no
-kernel, copy or peer reads or writes the engine's memory. The new group exists. All ranks of it make
-the same collectives in the same order as an engine that is built from a state.
+Order. The previous process group has ended, and the device has finished what was queued on it: no
+kernel, copy or peer reads or writes the engine's memory. The new group exists. Ranks whose engine
+is re-cut call the same collectives, in the same order, as new ranks, which build an engine.
 
-What the engine still holds is the first source of its new shards. Optimizer state that is cut as
-before is moved, without a copy; any other range that is needed is copied on the device. Only the
-rest is read from host memory. Why it is genuine: held is what only the engine changes
-(`TrainingState.private_ranges`), of a state that was consistent when the group had ended. What an
-abort leaves half done has written gathered weights, gradients and residuals, none of which is held.
-Lifetimes: the copies run on the current stream, for which the held tensors were allocated; torch's
-allocator reuses their memory in its order, so `close` may drop them at once.
+Sources. The memory that the engine still holds is the first source of its new shards. Optimizer
+state whose ranges are the same as before is moved without a copy; other held ranges are copied on
+the device. Only the rest is read from host memory. The held values are correct, because they are
+those that only the engine changes (`TrainingState.private_ranges`), of a state that was consistent
+when the group had ended. An aborted collective may have written gathered weights, gradients and
+residuals, but none of these are held. Lifetimes: the copies run on the current stream, for which
+the held tensors were allocated. torch's allocator reuses their memory in stream order, so `close`
+may drop them at once.
 
 Rule of ordering: `recut-own` (docs/engine.md).
 """
@@ -73,8 +74,8 @@ class GroupSurvival:
     """Lets an engine outlive its process group.
 
     Args:
-        step, model: of the engine.
-        after_recut: called where the ranks have changed.
+        step, model: the engine's training step and model.
+        after_recut: called after the engine was re-cut.
     """
 
     def __init__(
@@ -86,8 +87,8 @@ class GroupSurvival:
         self._collectives = step.runtime.collectives
 
     def enable(self, on_broken: Callable[[str], None] | None) -> None:
-        """Makes a process group that breaks a state, in which the host's session is asked to
-        `reform`: see `Collectives`. None makes it an error again."""
+        """Makes the engine outlive a broken process group, instead of raising: the host's session
+        is asked to `reform`. See `Collectives.on_broken`; None disables this."""
         self._collectives.on_broken = on_broken
 
     @property
@@ -95,24 +96,24 @@ class GroupSurvival:
         return self._collectives.on_broken is not None
 
     def follow_host_loader(self) -> None:
-        """The host yields the script's batches from now on, and calls `await_group` before each."""
+        """Tells the engine that the host yields the script's batches from now on, and calls
+        `await_group` before each."""
         self._step.reforming.by_host = True
 
     def await_group(self) -> None:
-        """Asks the host for another group, if this one is broken and no step is running."""
+        """Asks the host for another process group, if this one is broken and no step is running."""
         within = self._step.tracker.has_gradients
         self._step.reforming.before_read(OTHER_LOADER, within=within)
 
     @property
     def can_divide_anew(self) -> bool:
         """Whether `divide` is possible between the step that is about to end and the next one: the
-        loader's samples of that are not read, and readers that keep a state need not change ranks.
-        """
+        next step's samples have not been read, and no shared state would have to change ranks."""
         step = self._step
         return step.micro_batches.can_divide_anew and not step.state.registry.is_shared
 
     def divide(self, shares: Sequence[float]) -> None:
-        """Divides the samples of later steps by these shares of the ranks, adding up to 1. Called
+        """Divides the samples of later steps among the ranks by `shares`, which add up to 1. Called
         between the same two steps on all ranks."""
         step, world_size = self._step, self._collectives.world_size
         batches = with_shares(step.settings.batches, world_size, shares)
@@ -120,7 +121,7 @@ class GroupSurvival:
         self._divide_steps()
 
     def _divide_steps(self) -> None:
-        """The loader and the meter follow the batch sizes of the settings."""
+        """Applies the batch sizes of the settings to the loader and the meter."""
         step, micro_steps = self._step, self._step.settings.batches.micro_steps
         step.meter.step_work.micro_steps = micro_steps
         step.state.progress.micro_batch_weight = 1 / (micro_steps * self._collectives.world_size)
@@ -128,20 +129,20 @@ class GroupSurvival:
 
     @property
     def local_reason(self) -> str:
-        """Why this rank computes on its own; empty if it does not."""
+        """Why this rank computes without its peers; empty if it does not."""
         return self._collectives.broken or (DETACHED if self._collectives.detached else "")
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether the loop has read batches that it has not come to."""
+        """Whether the loop has read batches that it has not trained on."""
         return self._step.micro_batches.is_read_where_steps_begin
 
     def can_continue(self, *, replays_epochs: bool) -> bool:
-        """Whether the script's loop gets the samples again of a step that is lost with its group:
-        not if it has read all of them before, as `list(loader)` does; and whether no rank would
-        need its peers where they are not.
+        """Returns whether the script's loop can continue after a step was lost with its group. The
+        loop must be able to read the step's samples again, which it cannot after `list(loader)`.
 
-        `replays_epochs`: a new rank runs what follows a finished epoch, alone.
+        `replays_epochs`: a new rank runs the code behind each finished epoch, without its peers.
+        The loop can continue only if this code has not needed all ranks so far.
         """
         if not self._step.micro_batches.can_read_again:
             return False
@@ -149,42 +150,42 @@ class GroupSurvival:
 
     @property
     def collectives_called(self) -> int:
-        """Collectives of the engine, so far."""
+        """The number of collectives that the engine has called."""
         return self._collectives.counters.sequence
 
     def break_group(self, reason: str) -> None:
-        """The process group is to be used no more. By any thread."""
+        """Marks the process group as broken, so that it is not used any more. By any thread."""
         self._collectives.break_off(reason)
 
     def begin_step(self) -> None:
-        """The ranks of another process group begin a step: its time starts here."""
+        """Starts to time the first step with the ranks of another process group."""
         self._step.meter.restart_step()
 
     def recut(
         self, source: StateSource, *, keep: bool, shares: Sequence[float] = (), undoes: bool = False
     ) -> KeptSource:
-        """Continues on the ranks of the present process group, from the state of `source`, after
-        those of the previous one are gone. Collective.
+        """Continues on the ranks of the current process group, from the state of `source`, after
+        the previous group has ended. Collective.
 
         Args:
-            source: a complete state, also of ranks that are gone.
-            keep: this rank's memory holds its part of that state, unchanged: it is the first
-                source.
+            source: a complete state, including the parts of ranks that are lost.
+            keep: whether this rank's memory holds its part of that state, unchanged. If so, the
+                memory is the first source.
             shares: each rank's share of a step's samples; empty for even shares.
-            undoes: a step of another engine is undone.
+            undoes: whether a step of another engine is undone.
 
         Returns:
-            The counts of bytes that were moved, copied and read; closed.
+            The closed source, with the numbers of bytes that were moved, copied and read.
 
         Raises:
-            DataError, EngineError: the state cannot be read. It can be tried again, with `keep`
+            DataError, EngineError: the state cannot be read. The caller may try again, with `keep`
                 false.
             ConfigError: the batch sizes do not fit the ranks.
         """
-        backend, device = connect_backend()  # what fails here leaves the engine as it is
+        backend, device = connect_backend()  # an error here leaves the engine unchanged
         step = self._step
         runtime = step.runtime
-        runtime.collectives.in_step = True  # nothing of the previous group is waited for
+        runtime.collectives.in_step = True  # so that nothing waits for the previous group
         step.abandon()
         kept = KeptSource(step.state.private_ranges() if keep else [], source)
         if runtime.unshard_scheduler is not None:
@@ -214,12 +215,12 @@ class GroupSurvival:
 
 
 class KeptSource(StateSource):
-    """A state whose block 0 is what this process holds, and the others `source`'s, which
-    has the same values. Owns both until `close`. Used by one thread.
+    """A state source whose block 0 is memory of this process (`held`). The other blocks are those
+    of `source`, which has the same values. Owns both until `close`. Used by one thread.
 
     Attributes:
-        bytes_moved, bytes_copied: from what is held.
-        bytes_read: from `source`.
+        bytes_moved, bytes_copied: bytes taken from `held`, without and with a copy.
+        bytes_read: bytes read from `source`.
     """
 
     def __init__(self, held: Sequence[StateRange], source: StateSource) -> None:
@@ -253,13 +254,13 @@ class KeptSource(StateSource):
         number = bisect_right(self._offsets, offset) - 1
         memory = self._memories[number]
         if memory is None:
-            raise RuntimeError(f"byte {offset} of what is held was dropped")
+            raise RuntimeError(f"the memory of byte {offset} was dropped")
         self.bytes_copied += nbytes
         start = (offset - self._offsets[number]) // memory.itemsize
         return memory[start : start + nbytes // memory.itemsize]
 
     def drop(self, names: Container[str]) -> None:
-        """Frees the held ranges of these tensors, which nothing reads any more."""
+        """Frees the held ranges of these tensors, which nothing will read any more."""
         for ranges, number in self._by_ranges.items():
             if ranges[0].name in names:
                 self._memories[number] = None
@@ -287,7 +288,7 @@ class KeptSource(StateSource):
 
 
 class _Recut:
-    """The replacement of one engine's tensors."""
+    """Replaces one engine's tensors by those for the current ranks."""
 
     def __init__(
         self, step: TrainingStep, model: nn.Module, context: BuildContext, source: KeptSource
@@ -307,7 +308,7 @@ class _Recut:
             self._tensors_of[name.partition("/")[2]][name] = tensor
 
     def run(self) -> None:
-        """Not collective."""
+        """Replaces the tensors, unit by unit. Not collective."""
         runtime = self._runtime
         context = self._context
         config = self._step.settings.config
@@ -344,8 +345,8 @@ class _Recut:
         runtime.offload.close()
         runtime.offload = context.offload
         self._bind_optimizer(shards)
-        held = [part for part in buffer_ranges(self._model) if self._has(part.shapes)]
-        read_ranges(held, self._source, self._held)
+        buffers_in_state = [part for part in buffer_ranges(self._model) if self._has(part.shapes)]
+        read_ranges(buffers_in_state, self._source, self._held)
         load_residuals(runtime, self._optimizer, self._tensors, self._source)
 
     def _read_unit(self, unit: Unit, shards: Sequence[OptimizerShard]) -> None:
@@ -370,13 +371,13 @@ class _Recut:
 
 
 def _plan_again(unit: Unit, context: BuildContext) -> UnitPlan:
-    """The same parameters at the same offsets."""
+    """Plans a unit for the current ranks: the same parameters at the same offsets."""
     layout = unit.layout.for_world_size(context.collectives.world_size)
     return UnitPlan(layout, unit.params, unit.main_weights is not None, unit.module)
 
 
 def _unsaved_buffers(model: nn.Module) -> list[torch.Tensor]:
-    """The buffers that no state contains, in the order in which an engine is built."""
+    """Returns the buffers that are in no state, in the order of a new engine's broadcasts."""
     return [
         buffer
         for module in model.modules()

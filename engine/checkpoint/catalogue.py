@@ -1,4 +1,4 @@
-"""Checkpoints of a job's folder: list them, find the newest usable one, remove old ones."""
+"""Lists the checkpoints in a job's folder, finds the newest usable one, removes old ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from rayzero.engine.checkpoint.verify import marked_damage
 from rayzero.engine.errors import ConfigError, DataError
 
 Status: TypeAlias = Literal["whole", "unfinished", "damaged", "newer"]
-"""unfinished: no manifest, so it is no checkpoint. newer: of an unsupported format version."""
+"""State of a step's folder. unfinished: it has no manifest, so there is no checkpoint. newer: its
+format version is not supported."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class CheckpointInfo:
     """A step's folder.
 
     Attributes:
-        folder: its path or URL.
-        problem: why it is not whole; empty if it is.
-        manifest: None if it could not be read.
+        folder: path or URL of the folder.
+        problem: why the checkpoint is not whole; empty if it is.
+        manifest: None if there is none, or it could not be read.
         entries: the folder's content.
     """
 
@@ -51,15 +52,16 @@ class CheckpointInfo:
 
     @property
     def own_files(self) -> list[StoreEntry]:
-        """The files that a checkpoint has."""
+        """The files in the folder that rayzero writes for a checkpoint."""
         return [entry for entry in self.entries if is_checkpoint_file(entry.name)]
 
 
 def list_checkpoints(path: str) -> list[CheckpointInfo]:
-    """The checkpoints in a job's folder by step, or the one whose folder `path` is.
+    """Returns the checkpoints in a job's folder, in the order of steps; or only one, if `path` is
+    the folder of one checkpoint.
 
     Reads manifests and file sizes only. Raises StoreError if the store cannot be read; ConfigError
-    if it is no path or URL of a store.
+    if `path` is not the path or URL of a store.
     """
     parent, name = split_url(path)
     if parse_step(name) is not None:
@@ -70,10 +72,11 @@ def list_checkpoints(path: str) -> list[CheckpointInfo]:
 
 
 def newest_complete(path: str, excluding: Collection[int] = ()) -> CheckpointInfo | None:
-    """The newest complete checkpoint in a job's folder, ignoring the steps in `excluding`.
+    """Returns the newest complete checkpoint in a job's folder, ignoring the steps in `excluding`;
+    None if there is none.
 
-    Complete: the manifest's checksum matches, every file has its size, and none is marked as
-    damaged. Older checkpoints are not inspected. Raises as `list_checkpoints`.
+    A checkpoint is complete if the manifest's checksum matches, every file has its size, and none
+    is marked as damaged. Older checkpoints are not inspected. Raises as `list_checkpoints`.
     """
     store = open_store(path)
     for step, name in sorted(_step_folders(store), reverse=True):
@@ -117,7 +120,7 @@ def _inspect_folder(store: Store, name: str) -> CheckpointInfo:
 
 
 def steps_to_keep(whole: Iterable[int], keep: int, keep_every: int | None = None) -> frozenset[int]:
-    """The steps to keep of those with complete checkpoints.
+    """Returns which of the steps with complete checkpoints (`whole`) to keep.
 
     Args:
         keep: number of newest checkpoints; at least 1.
@@ -130,7 +133,7 @@ def steps_to_keep(whole: Iterable[int], keep: int, keep_every: int | None = None
 
 @dataclass(frozen=True)
 class PruneResult:
-    """The result of `prune_checkpoints`: what was removed, or would be.
+    """The result of `prune_checkpoints`; with `dry_run`, what would be removed.
 
     Attributes:
         kept: steps of complete checkpoints that remain.
@@ -148,14 +151,14 @@ class PruneResult:
 def prune_checkpoints(
     path: str, keep: int, keep_every: int | None = None, *, dry_run: bool = False
 ) -> PruneResult:
-    """Remove checkpoints that `steps_to_keep` does not keep from a job's folder.
+    """Removes the checkpoints that `steps_to_keep` does not keep from a job's folder.
 
-    Only complete checkpoints count. Damaged ones are removed if older than the `keep` newest
-    complete ones; those of a newer format remain. Files of interrupted saves are removed if older
-    than the newest complete checkpoint both by step and by clock, which a running save is not.
-    Folders that are symbolic links are neither counted nor changed: they are of another place.
-    Raises ConfigError if the path is not a job's folder; StoreError if the store cannot be read, or
-    a file cannot be removed.
+    Only complete checkpoints count as kept. Damaged ones are removed if they are older than the
+    `keep` newest complete ones; checkpoints of a newer format remain. Files of interrupted saves
+    are removed if they are older than the newest complete checkpoint, both by step and by clock,
+    which the files of a running save are not. Folders that are symbolic links are neither counted
+    nor changed: they point to another place. Raises ConfigError if the path is not a job's folder;
+    StoreError if the store cannot be read, or a file cannot be removed.
     """
     if parse_step(split_url(path)[1]) is not None:
         raise ConfigError(
@@ -188,8 +191,9 @@ def prune_checkpoints(
 
 
 def _leftover_files(info: CheckpointInfo, newest: CheckpointInfo) -> list[StoreEntry]:
-    """Files that no manifest lists and that are older than the newest manifest. Those next to it
-    are left: a process that lost the job's lease may still be about to commit them."""
+    """Returns the files in an older step's folder that no manifest lists and that are older than
+    the newest manifest. Such files in the newest step's folder remain: a process that lost the
+    job's lease may still be about to commit them."""
     if info.step >= newest.step or info.status not in ("whole", "unfinished"):
         return []
     newest_s = next(entry.modified_s for entry in newest.entries if entry.name == MANIFEST_NAME)
@@ -206,19 +210,26 @@ def _leftover_files(info: CheckpointInfo, newest: CheckpointInfo) -> list[StoreE
 def unused_bases(
     store: Store, used: Collection[str], removed: Collection[str] = ()
 ) -> list[StoreEntry]:
-    """Files of frozen weights in a folder of checkpoints that are not `used`, and that no manifest
-    in one of its folders refers to but those `removed`. Only such as are older than the newest of
-    the manifests, by step and by clock: a save that is running may refer to the others. None while
-    a manifest cannot be read, which may refer to any. Names are relative to the store."""
+    """Returns the base files (frozen weights) of a job's folder that no checkpoint refers to.
+
+    Only those that are older than the newest manifest, by step and by clock: a running save may
+    refer to newer ones. Empty if a manifest cannot be read, since it may refer to any file.
+
+    Args:
+        used: names of base files, relative to the store, that count as referred to.
+        removed: names of step folders whose manifests do not count.
+    """
     listed = [
-        replace(it, name=f"{BASE_FOLDER}/{it.name}")
-        for it in store.list_folder(BASE_FOLDER)
-        if base_file_step(it.name) is not None
+        replace(entry, name=f"{BASE_FOLDER}/{entry.name}")
+        for entry in store.list_folder(BASE_FOLDER)
+        if base_file_step(entry.name) is not None
     ]
     unused = [entry for entry in listed if entry.name not in used]
+    if not unused:
+        return []
     newest_step, newest_s = -1, 0.0
-    for folder in [it for it in store.list_folder() if it.is_folder] if unused else ():
-        files = {it.name: it for it in store.list_folder(folder.name)}
+    for folder in [entry for entry in store.list_folder() if entry.is_folder]:
+        files = {entry.name: entry for entry in store.list_folder(folder.name)}
         if MANIFEST_NAME not in files or folder.name in removed:
             continue
         try:
@@ -237,7 +248,7 @@ def unused_bases(
 
 
 def _remove_files(store: Store, files_by_step: Mapping[int, list[StoreEntry]]) -> None:
-    """Manifests first, so that an interrupted removal leaves no partial checkpoint."""
+    """Removes manifests first, so that an interrupted removal leaves no partial checkpoint."""
     for step, entries in files_by_step.items():
         folder = step_folder_name(step)
         for entry in sorted(entries, key=lambda entry: entry.name != MANIFEST_NAME):

@@ -1,4 +1,4 @@
-"""Errors of stores and checkpoints; check that a saved state fits a model."""
+"""Errors of stores and checkpoints, and the check that a saved state fits a model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rayzero.engine.layout.state_index import LogicalTensor
 StoreErrorKind: TypeAlias = Literal["full", "gone", "forbidden", "slow", "unreadable", "other"]
 
 _FIX_BY_KIND: dict[StoreErrorKind, str] = {
-    "full": "free space in the store, checkpoint.keep, or checkpoint.path",
-    "gone": "checkpoint.path: an existing folder, disk or bucket",
-    "forbidden": "the permissions of the folder, the store's credentials, or checkpoint.path",
-    "slow": "the network to the store, or checkpoint.path",
+    "full": "free space in the store, or change checkpoint.keep or checkpoint.path",
+    "gone": "set checkpoint.path to an existing folder, disk or bucket",
+    "forbidden": "check the permissions of the folder, the store's credentials, or checkpoint.path",
+    "slow": "check the network to the store, or checkpoint.path",
     "unreadable": "remove or replace it",
-    "other": "checkpoint.path",
+    "other": "check checkpoint.path",
 }
 
 
@@ -26,8 +26,8 @@ class StoreError(RayzeroError):
     """An operation of a store failed.
 
     Attributes:
-        kind: full; gone: does not exist; forbidden: access denied; slow: timeout; unreadable: not a
-            regular file, or larger than it may be.
+        kind: the reason. full: no space or quota; gone: the file or folder does not exist;
+            forbidden: access denied; slow: timeout; unreadable: not a regular file, or too large.
         url: the path or URL.
         damage: what is wrong with the file, without the URL; empty if the store itself failed.
     """
@@ -104,13 +104,13 @@ _MAX_LISTED = 3
 
 
 class CheckpointMismatchError(ConfigError):
-    """A state is of another model: names or shapes differ."""
+    """A saved state does not fit the model: names or shapes of tensors differ."""
 
 
 def check_state_fits_model(
     model: Mapping[str, LogicalTensor], state: Mapping[str, LogicalTensor]
 ) -> None:
-    """Compare the tensors of a model and of a state: names and shapes. Dtypes may differ. Raises
+    """Compares names and shapes of the tensors of a model and of a state. Dtypes may differ. Raises
     CheckpointMismatchError, which lists missing and unexpected tensors, and differing shapes."""
     differences = {
         "tensors of the model are not in it": [name for name in model if name not in state],

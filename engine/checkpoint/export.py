@@ -2,7 +2,7 @@
 
 | kind | written | read by |
 |---|---|---|
-| `safetensors` | `model.safetensors`, several and an index above 5 GB | transformers, safetensors |
+| `safetensors` | `model.safetensors`; above 5 GB files with an index | transformers, safetensors |
 | `torch` | `pytorch_model.pt`, a state dict | `torch.load(weights_only=True)`, strict loading |
 | `dcp` | a `torch.distributed.checkpoint` folder: `model`, `optimizer` | `dcp.load` |
 """
@@ -40,15 +40,16 @@ def export_checkpoint(
     progress: Callable[[int], None] = lambda _: None,
     engine: str | None = None,
 ) -> list[str]:
-    """Export a checkpoint; returns the paths written. Raises ConfigError if an argument is wrong or
-    the target is not empty; DataError if the checkpoint is damaged or the target cannot be written.
+    """Exports a checkpoint; returns the paths of the files written. Raises ConfigError if an
+    argument is wrong or the target is not empty; DataError if the checkpoint is damaged or the
+    target cannot be written.
 
     Args:
         folder: a checkpoint's folder (one step), or a path that `open_foreign` supports.
-        target: a local folder, new or empty; it appears once everything is written.
+        target: a local folder, new or empty; it appears once all files are written.
         kind: `safetensors`, `torch` or `dcp`.
         progress: called with the bytes of each read.
-        engine: one of several in the checkpoint; None: the first.
+        engine: name of the engine, if the checkpoint has several; None for the first one.
     """
     with closing(open_foreign(folder) or CheckpointSource(folder)) as source:
         if isinstance(source, CheckpointSource):
@@ -59,7 +60,7 @@ def export_checkpoint(
 def export_state(
     source: StateSource, target: str, kind: str, progress: Callable[[int], None] = lambda _: None
 ) -> list[str]:
-    """Exports as `export_checkpoint` does, from an open source."""
+    """Exports and raises as `export_checkpoint`, from an open source."""
     if kind not in _WRITERS:
         raise ConfigError(
             f"cannot export as {kind!r}{did_you_mean(kind, list(_WRITERS))}",
@@ -72,7 +73,7 @@ def export_state(
 
 
 def write_safetensors(state: ExportedModel, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write one tensor for each parameter and buffer; memory holds one file's tensors at a time."""
+    """Writes one tensor for each parameter and buffer. One file's tensors are in memory at once."""
     shards = _split_into_files(state.sizes(), shard_bytes)
     places: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
@@ -92,7 +93,7 @@ def write_safetensors(state: ExportedModel, folder: Path, shard_bytes: int = SHA
 
 
 def _split_into_files(sizes: dict[str, int], limit: int) -> list[list[str]]:
-    """Names by file, in order; a file has at most `limit` bytes or a single tensor."""
+    """Returns the tensor names of each file. A file has at most `limit` bytes, or one tensor."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -116,7 +117,8 @@ def _write_dcp(state: ExportedModel, folder: Path) -> None:
     content = {"model": _full_state_dict(state)} | state.optimizer()
     try:
         with catch_warnings():
-            filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be
+            # It is disabled on purpose: `no_dist`.
+            filterwarnings("ignore", message="torch.distributed is disabled")
             save_distributed(content, storage_writer=FileSystemWriter(folder), no_dist=True)
     except CheckpointException as error:
         reasons = "; ".join(str(failure) for failure, _ in error.failures.values())
@@ -124,7 +126,7 @@ def _write_dcp(state: ExportedModel, folder: Path) -> None:
 
 
 def _full_state_dict(state: ExportedModel) -> dict[str, Tensor]:
-    """The model's state dict: tied parameters under all of their names, and buffers."""
+    """Returns the model's state dict: tied parameters under all of their names, and buffers."""
     tensors = {name: state.read(name) for name in state.sizes()}
     return tensors | {alias: tensors[name] for alias, name in state.ties.items()}
 
@@ -138,14 +140,14 @@ _WRITERS: dict[str, Callable[[ExportedModel, Path], None]] = {
 
 @contextmanager
 def _atomic_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder, renamed to the target on success and removed on failure."""
+    """Yields a temporary folder, which is renamed to `target` on success and removed on failure."""
     partial = target.parent / f".{target.name}.partial"
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise ConfigError(
                 f"{target} already exists", allowed="a new or an empty folder to export to"
             )
-        rmtree(partial, ignore_errors=True)  # of an export that was killed
+        rmtree(partial, ignore_errors=True)  # left by an export that was killed
         partial.mkdir(parents=True)
         yield partial
         partial.rename(target)

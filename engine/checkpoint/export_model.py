@@ -1,4 +1,5 @@
-"""Whole tensors, model and optimizer of a training state for exports; saves a model as one file."""
+"""Assembles whole tensors, the model and the optimizer from a training state, for exports; writes a
+model as one file."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, scalar_from_json
 
 
 class WholeTensors:
-    """Assembles logical tensors from the ranges of a source: `tensors`, by name. Raises
-    MissingRangesError if the source is incomplete."""
+    """The logical tensors of a source (`tensors`, by name), assembled from its ranges. The
+    constructor raises MissingRangesError if the source is incomplete."""
 
     def __init__(
         self, source: StateSource, progress: Callable[[int], None] = lambda _: None
@@ -39,13 +40,13 @@ class WholeTensors:
             self._copies[copy.wanted.name].append(copy)
 
     def names_of_kind(self, kind: str) -> dict[str, str]:
-        """Model names -> logical names of a kind: `weights`, `buffers`, `optimizer.<key>`."""
+        """Maps model names to logical names of a kind: `weights`, `buffers`, `optimizer.<key>`."""
         start = f"{kind}/"
         return {name.removeprefix(start): name for name in self.tensors if name.startswith(start)}
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor in new memory, in the dtype of the state. Raises DataError if its bytes
-        are damaged or missing."""
+        """Reads a whole tensor into new memory, in the dtype of the state. Raises DataError if its
+        bytes are damaged or missing."""
         tensor = self.tensors[name]
         try:
             flat = torch.empty(tensor.numel, dtype=DTYPE_BY_NAME[tensor.dtype])
@@ -63,35 +64,35 @@ class WholeTensors:
 
 
 class ExportedModel:
-    """The model and optimizer of a state as whole tensors under the model's names. `ties` has, by
-    each alias of a tied parameter, the name it is stored under. Raises MissingRangesError if the
-    source is incomplete."""
+    """The model and optimizer of a state as whole tensors under the model's names. `ties` maps each
+    alias of a tied parameter to the name under which the parameter is stored. The constructor
+    raises MissingRangesError if the source is incomplete."""
 
     def __init__(
         self, source: StateSource, progress: Callable[[int], None] = lambda _: None
     ) -> None:
         self._tensors = WholeTensors(source, progress)
         self._metadata = source.metadata(0)
-        kinds = [self._tensors.names_of_kind(kind) for kind in ("weights", "buffers")]
-        self._logical_names = kinds[0] | kinds[1]
+        names_of_kind = self._tensors.names_of_kind
+        self._logical_names = names_of_kind("weights") | names_of_kind("buffers")
         ties: dict[str, str] = self._metadata.get("ties") or {}
-        # A state without frozen parameters may have names of theirs.
+        # A state that was saved without frozen parameters may still list their names.
         self.ties = {alias: name for alias, name in ties.items() if name in self._logical_names}
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each parameter and buffer as it is exported."""
+        """Returns the exported bytes of each parameter and buffer."""
         return {
             name: self._tensors.tensors[logical].numel * self._export_dtype(name).itemsize
             for name, logical in self._logical_names.items()
         }
 
     def read(self, name: str) -> Tensor:
-        """A parameter or buffer. Raises DataError if its bytes are damaged or gone."""
+        """Reads a parameter or buffer. Raises DataError if its bytes are damaged or missing."""
         return self._tensors.read(self._logical_names[name]).to(self._export_dtype(name))
 
     def optimizer(self) -> dict[str, Any]:
-        """`{"optimizer": ...}` as in `torch.distributed.checkpoint.state_dict`: state and options
-        by parameter name. Empty for a state with weights only."""
+        """Returns `{"optimizer": ...}` as in `torch.distributed.checkpoint.state_dict`: state and
+        options by parameter name. Empty for a state with weights only."""
         kinds = sorted({name.partition("/")[0] for name in self._tensors.tensors})
         moments = {
             kind.removeprefix("optimizer."): self._tensors.names_of_kind(kind)
@@ -119,7 +120,7 @@ class ExportedModel:
         return {"optimizer": {"state": state, "param_groups": options}} if groups else {}
 
     def _export_dtype(self, name: str) -> torch.dtype:
-        """A parameter's dtype in the model; buffers keep theirs."""
+        """Returns the dtype of a parameter in the model; the stored dtype of a buffer."""
         stored = DTYPE_BY_NAME[self._tensors.tensors[self._logical_names[name]].dtype]
         in_model = (self._metadata.get("model_dtypes") or {}).get(name)
         return DTYPE_BY_NAME[in_model] if in_model and stored.is_floating_point else stored
@@ -128,7 +129,7 @@ class ExportedModel:
 def save_safetensors(
     tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """`safetensors.save_file` with the default permissions of new files instead of owner-only."""
+    """Calls `safetensors.save_file`, with the default permissions of new files, not owner-only."""
     path.touch()
     mode = path.stat().st_mode & 0o777
     save_file(dict(tensors), path, metadata)
@@ -136,20 +137,20 @@ def save_safetensors(
 
 
 def write_model_file(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a state dict durably: safetensors by suffix, otherwise for `torch.load`. Raises
-    DataError if the file cannot be written. Several processes may write the same file: each writes
-    a file of its own, and the last to rename it wins."""
-    other = next((name for name, it in tensors.items() if is_wrapper(it)), None)
-    if other is not None and path.suffix == ".safetensors":
-        kind = type(tensors[other]).__name__
+    """Writes a state dict durably: in safetensors format if `path` has that suffix, otherwise for
+    `torch.load`. Raises DataError if the file cannot be written. Several processes may write the
+    same path: each writes its own temporary file, and the last one to rename it wins."""
+    wrapper = next((name for name, tensor in tensors.items() if is_wrapper(tensor)), None)
+    if wrapper is not None and path.suffix == ".safetensors":
+        kind = type(tensors[wrapper]).__name__
         raise DataError(
-            f"{path} cannot hold {other}, a {kind}", fix="give it a suffix such as .bin"
+            f"{path} cannot hold {wrapper}, a {kind}", fix="give it a suffix such as .bin"
         )
     partial = path.with_name(f".{path.name}.{uuid4().hex}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".safetensors":
-            # Cloned: the format refuses tied entries, which share memory.
+            # Cloned, because the format refuses tied entries, which share memory.
             save_safetensors({name: value.clone() for name, value in tensors.items()}, partial)
         else:
             torch.save(dict(tensors), partial)
@@ -158,7 +159,6 @@ def write_model_file(tensors: Mapping[str, Tensor], path: Path) -> None:
         partial.rename(path)
     except (OSError, RuntimeError) as error:
         partial.unlink(missing_ok=True)
-        fix = (
-            "save_dir" if isinstance(error, OSError) else "another suffix, for torch.load's format"
-        )
+        is_disk_error = isinstance(error, OSError)
+        fix = "check save_dir" if is_disk_error else "use another suffix, for torch.load's format"
         raise DataError(f"{path} cannot be written: {error}", fix=fix) from error

@@ -18,26 +18,26 @@ from rayzero.engine.layout.state_index import BlockIndex
 
 FORMAT_VERSION = 2
 """Version of files and manifest. Readers support their own version and older ones. Version 1 has no
-files of frozen weights; checkpoints without one are still written as version 1."""
+files of frozen weights. A checkpoint without such files is still written as version 1."""
 
 BLOCK_BYTES = 256 * 1024
-"""Bytes of data per checksum; reads that verify are rounded out to such blocks."""
+"""Bytes of data that one checksum covers. Verified reads are rounded out to whole blocks."""
 
 MANIFEST_NAME = "manifest.json"
 DAMAGE_NAME = "damaged.json"
-"""Says which file of a checkpoint was found damaged, for readers that compare sizes only."""
+"""Name of the file that records a damaged file, for readers that compare only sizes."""
 PARTIAL_SUFFIX = ".partial"
-"""Suffix of a local file that is not durable yet."""
+"""Suffix of a local file until the file is durable."""
 
 BASE_FOLDER = "base"
-"""The folder beside those of the steps, with the files of frozen weights that steps share."""
+"""Folder next to the step folders, with the files of frozen weights that checkpoints share."""
 
 BASE_FILE_PATTERN = r"step-[0-9]{1,18}-rank-[0-9]{5,10}-[0-9a-f]{32}-[0-9a-f]{8}\.safetensors"
 RANK_FILE_PATTERN = r"rank-[0-9]{5,10}-[0-9a-f]{8}\.safetensors"
 _MANIFEST_PATTERN = re.escape(MANIFEST_NAME) + r"(\.[0-9a-f]{8})?"
 
 _STEP_PATTERN = re.compile("step-(0|[1-9][0-9]{0,17})")
-_LENGTH_BYTES = 8  # the header's length, a little-endian number in front of it
+_LENGTH_BYTES = 8  # a little-endian number in front of the header: the header's length
 _PAGE_BYTES = 4096
 
 
@@ -46,37 +46,38 @@ def step_folder_name(step: int) -> str:
 
 
 def parse_step(name: str) -> int | None:
-    """The step of a folder name; None if it is not a checkpoint's."""
+    """Returns the step in a folder's name; None if the folder is not a checkpoint's."""
     match = _STEP_PATTERN.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def new_file_name(rank: int) -> str:
-    """A unique name for a rank's file. Names are never reused, so a repeated or late write cannot
-    change an existing checkpoint, whose manifest lists its files."""
+    """Returns a unique name for a rank's file. Names are never reused, so a repeated or late write
+    cannot change the files that an existing manifest lists."""
     return f"rank-{rank:05d}-{token_hex(4)}.safetensors"
 
 
 def base_file_name(step: int, rank: int, digest: str) -> str:
-    """A unique name, as `new_file_name`, of a rank's frozen weights. The step is the first one that
-    refers to it."""
+    """Returns a unique name for a file of a rank's frozen weights. `step` is the first step whose
+    checkpoint refers to the file; `digest` identifies the content."""
     return f"step-{step}-rank-{rank:05d}-{digest}-{token_hex(4)}.safetensors"
 
 
 def base_file_step(name: str) -> int | None:
-    """The step in the name of a file of frozen weights, complete or partial; None if it is not
-    one."""
+    """Returns the step in the name of a file of frozen weights, complete or partial; None for
+    other names."""
     name = name.removesuffix(PARTIAL_SUFFIX).removeprefix(".")
     return int(name.split("-")[1]) if re.fullmatch(BASE_FILE_PATTERN, name) else None
 
 
 def partial_name(name: str, token: str = "") -> str:
-    """The name of a local file until it is durable; a token tells several writers apart."""
-    return f".{name}{'.' * bool(token)}{token}{PARTIAL_SUFFIX}"
+    """Returns the name of a local file until it is durable. Writers of the same file differ in
+    `token`."""
+    return f".{name}.{token}{PARTIAL_SUFFIX}" if token else f".{name}{PARTIAL_SUFFIX}"
 
 
 def is_checkpoint_file(name: str) -> bool:
-    """Whether a file name in a step's folder is one of rayzero's, complete or partial."""
+    """Returns whether a file name in a step's folder is one of rayzero's, complete or partial."""
     name = name.removesuffix(PARTIAL_SUFFIX).removeprefix(".")
     pattern = rf"{_MANIFEST_PATTERN}|{RANK_FILE_PATTERN}|{re.escape(DAMAGE_NAME)}(\.[0-9a-f]{{8}})?"
     return re.fullmatch(pattern, name) is not None
@@ -87,7 +88,7 @@ def block_count(nbytes: int) -> int:
 
 
 def file_header(table: BlockIndex, about: Mapping[str, object]) -> bytes:
-    """The bytes in front of a rank's data. `about` is for readers of the file: step, rank..."""
+    """Returns the bytes in front of a rank's data. `about` has further metadata: step, rank, ..."""
     metadata = {"format": "rayzero", "format_version": 1} | dict(about)
     header: dict[str, Any] = {"__metadata__": {key: str(value) for key, value in metadata.items()}}
     for name, dtype, count, begin, end in _header_entries(table):
@@ -98,29 +99,29 @@ def file_header(table: BlockIndex, about: Mapping[str, object]) -> bytes:
 
 
 def _header_entries(table: BlockIndex) -> Iterator[tuple[str, str, int, int, int]]:
-    """(name, dtype, elements, first byte, end) of everything in the block, in order, no holes."""
-    at = 0
+    """Yields (name, dtype, elements, first byte, end byte) of the tensor ranges and the padding, in
+    order and without holes."""
+    end = 0
     for part in sorted(table.ranges, key=lambda part: part.offset):
         if part.start == part.stop:
             continue
-        if at < part.offset:
-            yield f"padding[{at}:{part.offset}]", "U8", part.offset - at, at, part.offset
+        if end < part.offset:
+            yield f"padding[{end}:{part.offset}]", "U8", part.offset - end, end, part.offset
         tensor = table.tensors[part.name]
         count = part.stop - part.start
-        at = part.offset + count * tensor.item_bytes
-        yield f"{part.name}[{part.start}:{part.stop}]", tensor.dtype, count, part.offset, at
-    if at < table.nbytes:
-        yield f"padding[{at}:{table.nbytes}]", "U8", table.nbytes - at, at, table.nbytes
+        end = part.offset + count * tensor.item_bytes
+        yield f"{part.name}[{part.start}:{part.stop}]", tensor.dtype, count, part.offset, end
+    if end < table.nbytes:
+        yield f"padding[{end}:{table.nbytes}]", "U8", table.nbytes - end, end, table.nbytes
 
 
 _MAX_PART_BYTES = 255  # limit of file systems for one path component
 
 
 def is_safe_name(name: str) -> bool:
-    """Whether an untrusted relative path, such as a file `latest` contains, stays in its folder.
-
-    It is not absolute and has no `..`, no empty components and no unprintable characters.
-    """
+    """Returns whether an untrusted relative path, such as the content of a file `latest`, stays
+    inside its folder: it is not absolute, and has no `..`, no empty components and no unprintable
+    characters."""
     return all(_is_safe_part(part) for part in name.split("/"))
 
 

@@ -1,6 +1,6 @@
 """The manifest: the file whose existence makes a checkpoint exist. It lists files and contents.
 
-One JSON object, `{"checksum": ..., "checkpoint": {...}}`; the checksum is of the text after
+It is one JSON object, `{"checksum": ..., "checkpoint": {...}}`. The checksum covers the text after
 `"checkpoint":`. This envelope and the key `format_version` in it never change between versions.
 """
 
@@ -34,7 +34,8 @@ class DataFile:
     """A durable file of a checkpoint.
 
     Attributes:
-        name: relative to the job's folder for one in `BASE_FOLDER`, otherwise to the step's.
+        name: path relative to the job's folder for a file in `BASE_FOLDER`, otherwise to the
+            step's folder.
         nbytes: size of the file; its data is the last `data_bytes` bytes.
         checksum: xxh3-64 of the whole file, in hex.
         blocks: xxh3-64 of each `BLOCK_BYTES` of the data, in hex, one after another; the last block
@@ -58,13 +59,13 @@ class DataFile:
 
 @dataclass(frozen=True)
 class RankFile(DataFile):
-    """One rank's file of a checkpoint, durable.
+    """One rank's durable file of a checkpoint.
 
     Attributes:
-        block_index: of the rank's data, also of what is in `base`.
+        block_index: index of all data of the rank, including the data in `base`.
         metadata: the rank's JSON part.
         base: the file of the first `block_index.constant_bytes` bytes of the rank's data, which
-            other checkpoints may share; None: they are in this file.
+            other checkpoints may share; None if these bytes are in this file.
     """
 
     rank: int
@@ -74,7 +75,7 @@ class RankFile(DataFile):
 
     @property
     def data_files(self) -> tuple[DataFile, ...]:
-        """The files of the rank's data, in its order."""
+        """The files that hold the rank's data, in the order of the data."""
         return (self.base, self) if self.base else (self,)
 
 
@@ -83,10 +84,10 @@ class Manifest:
     """A checkpoint.
 
     Attributes:
-        step: finished steps.
-        stage: the ZeRO stage that wrote it; None if unknown.
+        step: number of finished steps.
+        stage: ZeRO stage of the run that wrote the checkpoint; None if unknown.
         created_s: seconds since 1970.
-        files: by rank.
+        files: one for each rank, in the order of ranks.
     """
 
     job: str
@@ -116,7 +117,7 @@ class Manifest:
         return {entry.base.name for entry in self.files if entry.base}
 
     def wrong_sizes(self, sizes: Mapping[str, int]) -> dict[str, str]:
-        """Compares the files with the sizes of those in the folders; what is wrong, by name."""
+        """Returns the problem of each file, by name, whose size in `sizes` is wrong or missing."""
         return {
             file.name: f"has {sizes[file.name]} bytes instead of {file.nbytes}"
             if file.name in sizes
@@ -126,13 +127,15 @@ class Manifest:
         }
 
     def to_bytes(self) -> bytes:
-        """The JSON text. Ranges refer to tensors by their index in one list."""
+        """Returns the JSON text. Ranges refer to tensors by their index in one list."""
         tensors = self.tensors
         number = {name: index for index, name in enumerate(tensors)}
         content = vars(self) | {
             "format_version": FORMAT_VERSION if self.base_names else 1,
             "world_size": self.world_size,
-            "tensors": [[name, it.dtype, list(it.shape)] for name, it in tensors.items()],
+            "tensors": [
+                [name, tensor.dtype, list(tensor.shape)] for name, tensor in tensors.items()
+            ],
             "files": [_file_to_json(file, number) for file in self.files],
         }
         text = json.dumps(content, separators=(",", ":")).encode()
@@ -140,10 +143,10 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, raw: bytes, where: str) -> Manifest:
-        """Parse and verify; `where` is the path or URL for messages. Raises CheckpointDamagedError
-        if the content is not what was written, CheckpointVersionError if a newer version wrote
-        it."""
-        # Imported here: vaults write manifests' files and start without pydantic.
+        """Parses and verifies a manifest. `where` is its path or URL for messages. Raises
+        CheckpointDamagedError if the content is not what was written, CheckpointVersionError if a
+        newer version wrote it."""
+        # Imported here: vaults write checkpoint files, and start without pydantic.
         from rayzero.engine.checkpoint.schema import MANIFEST, validate
 
         try:
@@ -172,21 +175,21 @@ class Manifest:
 def make_manifest(
     job: str, step: int, generation: int, files: Sequence[RankFile], *, stage: int | None = None
 ) -> Manifest:
-    """The manifest of a step that all ranks of a generation have written; `files` are one of each
-    rank, in any order. Raises EngineError if the file of a rank is missing, MissingRangesError if
-    parts of tensors are in no file."""
+    """Returns the manifest of a step that all ranks of a generation have written. `files` has one
+    file of each rank, in any order. Raises EngineError if the file of a rank is missing,
+    MissingRangesError if parts of tensors are in no file."""
     files = sorted(files, key=lambda file: file.rank)
     ranks = [file.rank for file in files]
     if not files or ranks != list(range(len(files))):
         raise EngineError(f"a checkpoint needs one file of each rank; these are of ranks {ranks}")
     manifest = Manifest(job, step, generation, stage, time(), tuple(files))
-    full = [TensorRange(name, 0, it.numel, 0) for name, it in manifest.tensors.items()]
+    full = [TensorRange(name, 0, tensor.numel, 0) for name, tensor in manifest.tensors.items()]
     plan_copies(full, [file.block_index.ranges for file in files])  # raises MissingRangesError
     return manifest
 
 
 def _verify_checksum(raw: bytes, where: str) -> Any:
-    """The JSON object, after comparing its checksum."""
+    """Returns the inner JSON object, after comparing checksum and version."""
     text = raw[_PREFIX_BYTES : -len(_SUFFIX)]
     if raw != _PREFIX % xxh3_64_hexdigest(text).encode() + text + _SUFFIX:
         raise CheckpointDamagedError(f"{where} is damaged: its checksum does not match")
@@ -214,7 +217,9 @@ def _file_to_json(file: RankFile, number: dict[str, int]) -> dict[str, Any]:
         "data_bytes": table.nbytes,
         "constant_bytes": table.constant_bytes,
         "tensors": [number[name] for name in table.tensors],
-        "ranges": [[number[it.name], it.start, it.stop, it.offset] for it in table.ranges],
+        "ranges": [
+            [number[part.name], part.start, part.stop, part.offset] for part in table.ranges
+        ],
         "small": file.metadata,
     }
 

@@ -13,11 +13,11 @@ from rayzero.engine.checkpoint.store_local import ReadStream, Store
 from rayzero.engine.errors import DataError, EngineError
 from rayzero.engine.layout.state_index import StateSource
 
-MAX_MANIFEST_BYTES = 2**30  # it has 64 bytes for each MiB of data: this is one of about 16 TB
+MAX_MANIFEST_BYTES = 2**30  # for about 16 TB of data: a manifest has 64 bytes for each MiB
 
 
 class BlockReader:
-    """Reads one open file; compares each block with its checksum.
+    """Reads one open file, and compares each block with its checksum.
 
     Whole blocks are read directly into the caller's memory. A partly requested block is kept,
     because the next read usually continues there.
@@ -36,7 +36,7 @@ class BlockReader:
         self._kept_block = -1  # the number of the block in `_kept`
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into` (bytes, writable) from byte `offset` of the data. Raises
+        """Fills `into` (bytes, writable) from byte `offset` of the data. Raises
         CheckpointDamagedError, which names file and block, if bytes are damaged or missing;
         StoreError if the store cannot be read."""
         end, nbytes = offset + len(into), self._entry.data_bytes
@@ -55,8 +55,8 @@ class BlockReader:
             offset, into = offset + len(part), into[len(part) :]
 
     def _read_blocks(self, block: int, into: memoryview, *, keeps_next: bool) -> None:
-        """Fills `into` with whole blocks from this number on; the next block is kept. In one
-        request: a store may be a network away."""
+        """Fills `into` with whole blocks from number `block` on. With `keeps_next`, reads one more
+        block into `_kept`, in the same request, because a remote store takes long for each."""
         after = block + block_count(len(into))
         kept = self._memory[:0]
         if keeps_next:
@@ -80,8 +80,8 @@ class BlockReader:
 
 
 def file_sizes(store: Store, manifest: Manifest) -> dict[str, int]:
-    """The sizes of the files in the checkpoint's folder, which is the store's, and of the shared
-    ones if the checkpoint has some, by the names that the manifest has for them."""
+    """Returns file sizes by the names that a manifest uses: of the files in the checkpoint's
+    folder, which is the store's folder, and of base files if the checkpoint has some."""
     sizes = {entry.name: entry.nbytes for entry in store.list_folder()}
     if manifest.base_names:
         entries = job_store(store).list_folder(BASE_FOLDER)
@@ -90,16 +90,17 @@ def file_sizes(store: Store, manifest: Manifest) -> dict[str, int]:
 
 
 def job_store(store: Store) -> Store:
-    """The store of the folder that contains a checkpoint's."""
+    """Returns the store of the job's folder, which contains the folder of this checkpoint."""
     return open_store(split_url(store.url)[0])
 
 
 def store_of(store: Store, name: str) -> Store:
+    """Returns the store that has the file of a checkpoint: base files are in the job's folder."""
     return job_store(store) if name.startswith(f"{BASE_FOLDER}/") else store
 
 
 def read_manifest(store: Store, folder: str = "") -> Manifest:
-    """The manifest of the checkpoint in a folder of a store.
+    """Reads the manifest of the checkpoint in a folder of a store.
 
     Raises:
         DataError: there is no checkpoint.
@@ -124,8 +125,8 @@ def read_manifest(store: Store, folder: str = "") -> Manifest:
 
 
 class CheckpointSource(StateSource):
-    """The checkpoint in a folder (a path or a URL, `.../step-<n>`) as a state source; each rank's
-    file is a block. Not thread-safe. Raises as `read_manifest`."""
+    """The checkpoint in a folder (a path or a URL, `.../step-<n>`) as a state source. Block r is
+    the data of rank r. Not thread-safe. The constructor raises as `read_manifest`."""
 
     def __init__(self, folder: str) -> None:
         self._store = open_store(folder)
@@ -139,7 +140,7 @@ class CheckpointSource(StateSource):
         return self.manifest.files[rank % self.manifest.world_size].metadata
 
     def read(self, block: int, offset: int, into: memoryview) -> None:
-        """Reads as `BlockReader.read` does, from a rank's data."""
+        """Reads and raises as `BlockReader.read`; `block` is the rank."""
         entry = self.manifest.files[block]
         base_bytes = entry.base.data_bytes if entry.base else 0
         if entry.base and offset < base_bytes:
@@ -151,7 +152,7 @@ class CheckpointSource(StateSource):
         self._reader(entry).read(offset - base_bytes, into)
 
     def check_sizes(self) -> None:
-        """Raises CheckpointDamagedError if a file has not the size that the manifest states."""
+        """Raises CheckpointDamagedError if the size of a file differs from the manifest's."""
         sizes = file_sizes(self._store, self.manifest)
         for name, text in self.manifest.wrong_sizes(sizes).items():
             raise _damaged(store_of(self._store, name), name, text)

@@ -1,6 +1,7 @@
-"""The allowed content of checkpoints' documents. They are validated once, where they are read.
+"""The allowed content of the JSON documents in checkpoints, validated once, where they are read.
 
-Vaults, which read no documents and must start fast, do not import it: it imports pydantic.
+Vaults read no documents and must start fast, so they do not import this module, which imports
+pydantic.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ _MAX_COUNT = 2**62
 _MAX_DEPTH = 100
 _MAX_VALUES = 2**20
 _PLAIN_TYPES = (bool, int, float, str, type(None), list, tuple, dict)
-_MAX_DIMS = 64  # of a tensor, as in torch's and NumPy's iterators
+_MAX_DIMS = 64  # of a tensor; the limit of torch's and NumPy's iterators
 
 Count = Annotated[int, Field(strict=True, ge=0, le=_MAX_COUNT)]
 _Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-_Name = Annotated[str, Field(max_length=2048)]  # a length also excludes lone surrogates
+_Name = Annotated[str, Field(max_length=2048)]  # max_length also excludes lone surrogates
 _Floats = Literal["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"]
 _Dtype = _Floats | Literal["I64", "I32", "I16", "I8", "U8", "BOOL"]
 _Shape = Annotated[tuple[Count, ...], Field(max_length=_MAX_DIMS)]
@@ -50,7 +51,7 @@ class _LossScale(BaseModel):
 
 
 class Metadata(BaseModel):
-    """A rank's JSON part, without what its writer decodes (`rng`, `client_state`)."""
+    """A rank's JSON part. The values in `rng` and `client_state` are checked when decoded."""
 
     model_config = ConfigDict(protected_namespaces=())  # there is a key model_dtypes
     step: Count = 0
@@ -117,7 +118,7 @@ SHAPES: TypeAdapter[dict[str, tuple[int, ...]]] = TypeAdapter(dict[_Name, _Shape
 
 
 def validate(schema: TypeAdapter[T], document: Any) -> T:
-    """The document by its schema. Raises ValueError with the first mistake."""
+    """Returns the parsed document. Raises ValueError, which names the first mistake."""
     try:
         return schema.validate_python(document)
     except ValidationError as error:
@@ -127,14 +128,14 @@ def validate(schema: TypeAdapter[T], document: Any) -> T:
 
 
 def check_metadata(metadata: dict[str, Any]) -> None:
-    """Raises ValueError for a JSON part that is not by its schema. A script's `client_state` is
+    """Raises ValueError if a rank's JSON part violates the schema. The script's `client_state` is
     checked when it is decoded."""
     validate(METADATA, metadata)
     check_plain([value for key, value in metadata.items() if key != "client_state"])
 
 
 def check_plain(level: list[Any]) -> None:
-    """Raises ValueError unless the values consist of lists, dictionaries, text and numbers."""
+    """Raises ValueError unless all values are lists, dictionaries, text, numbers, bool or None."""
     for _ in range(_MAX_DEPTH):
         values, level = level, []
         for value in values:
@@ -142,16 +143,16 @@ def check_plain(level: list[Any]) -> None:
                 raise ValueError(f"{repr_value(value)} is not text, nor a number of 64 bits")
             if isinstance(value, dict | list | tuple):
                 level += value.values() if isinstance(value, dict) else value
-        if len(level) > _MAX_VALUES:  # of lists that are contained several times in each other
+        if len(level) > _MAX_VALUES:  # a list that occurs twice in each level doubles their number
             break
     if level:
-        raise ValueError(f"values in over {_MAX_DEPTH} levels, or over {_MAX_VALUES} in one")
+        raise ValueError(f"more than {_MAX_DEPTH} levels, or {_MAX_VALUES} values in one level")
 
 
 def check_index(table: BlockIndex) -> None:
-    """Raises LookupError or ValueError unless all ranges are inside their tensor and the block, and
-    take no more bytes than it has: no reader accesses bytes elsewhere, or allocates more memory
-    than all blocks have bytes."""
+    """Raises LookupError or ValueError unless each range is inside its tensor and the block, and
+    all ranges together have at most the block's bytes. So readers access no bytes outside of the
+    block, and allocate no more memory than the blocks have bytes."""
     sizes = {name: (tensor.numel, tensor.item_bytes) for name, tensor in table.tensors.items()}
     for name, tensor in table.tensors.items():
         if prod(max(1, size) for size in tensor.shape) * tensor.item_bytes > _MAX_COUNT:

@@ -1,4 +1,4 @@
-"""Paths and URLs of stores, and the store of a path or URL."""
+"""Opens the store of a path or URL; functions on such paths and URLs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _REMOTE_SCHEMES = ("s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss")
 
 
 def open_store(url: str, setting: str = "checkpoint.path", *, retries: bool = True) -> Store:
-    """The store with this top folder: a path, or a file://, s3://, gs:// or hdfs:// URL. It need
-    not exist yet. Without `retries` S3's client repeats nothing: the caller does. Raises
-    ConfigError, which names `setting`, if the URL's scheme is not supported, or an option in it is
-    wrong; StoreError if the service cannot be reached."""
+    """Returns the store whose top folder is `url`: a path, or a file://, s3://, gs:// or hdfs://
+    URL. The folder need not exist yet. Without `retries` S3's client does not retry requests; the
+    caller does. Raises ConfigError, which names `setting`, if the URL's scheme is not supported or
+    an option in the URL is wrong; StoreError if the service cannot be reached."""
     if not is_remote(url):
         return LocalStore(Path(local_path(url)))
     scheme = urlsplit(url).scheme
@@ -32,33 +32,33 @@ def open_store(url: str, setting: str = "checkpoint.path", *, retries: bool = Tr
 
 
 def is_remote(url: str) -> bool:
-    """Whether a path or URL is outside this machine's file systems."""
+    """Returns whether a path or URL is outside this machine's file systems."""
     return "://" in url and urlsplit(url).scheme != "file"
 
 
 def folder_exists(url: str) -> bool:
-    """Whether a folder exists; an object store has no folders, so they always do."""
+    """Returns whether a folder exists. True for all remote URLs: object stores have no folders."""
     return is_remote(url) or Path(local_path(url)).is_dir()
 
 
 def local_path(url: str) -> str:
-    """The path of a folder that is given by path or file:// URL."""
+    """Returns the path of a folder that is given by path or file:// URL."""
     return unquote(urlsplit(url).path) if "://" in url else url
 
 
 def join_url(url: str, *names: str) -> str:
-    """Join names to a path or URL; a URL's query stays at the end."""
+    """Joins names to a path or URL. A URL's query stays at the end."""
     base, mark, query = _split_options(url)
     return "/".join([base.rstrip("/"), *names]) + mark + query
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Parent folder and name of a path or URL."""
+    """Returns the parent folder and the name of a path or URL."""
     base, mark, query = _split_options(url)
     parent, slash, name = base.rstrip("/").rpartition("/")
     return (parent or slash or ".") + mark + query, name
 
 
 def _split_options(url: str) -> tuple[str, str, str]:
-    """A URL without its query, the question mark, and the query."""
+    """Returns a URL without its query, the question mark, and the query."""
     return url.partition("?") if "://" in url else (url, "", "")

@@ -16,7 +16,7 @@ from rayzero.engine.checkpoint.errors import StoreError, store_errors
 from rayzero.engine.checkpoint.format import partial_name
 
 SMALL_FILE_BYTES = 64 * 2**20
-"""The default limit of files that are read as a whole."""
+"""Default size limit of files that are read as a whole."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class StoreEntry:
     Attributes:
         nbytes: size of a file; 0 for a folder.
         modified_s: seconds since 1970, by the store's clock.
-        is_link: whether it is a symbolic link; the rest is of its target.
+        is_link: whether the entry is a symbolic link. The other attributes describe its target.
     """
 
     name: str
@@ -37,54 +37,54 @@ class StoreEntry:
 
 
 class ReadStream(Protocol):
-    """An open file for reading. `nbytes`: its size when it was opened."""
+    """A file that is open for reading. `nbytes` is the size that it had when it was opened."""
 
     url: str
     nbytes: int
 
     def read(self, offset: int, parts: Sequence[memoryview]) -> int:
-        """Fill `parts` in sequence from byte `offset` of the file, in one request. Returns the
-        number of bytes read, smaller than the size of the parts at the end of the file."""
+        """Fills `parts` in sequence from byte `offset` of the file, in one request. Returns the
+        number of bytes read, which is less than the size of `parts` at the end of the file."""
 
     def close(self) -> None:
-        """Safe to repeat."""
+        """Closes the file. Idempotent."""
 
 
 class Store(Protocol):
-    """A folder and its content. Names are relative to it, with `/` between folders.
+    """A folder and its content. Names are relative to this folder, with `/` between folders.
 
-    All calls may raise StoreError. `url` is the folder's path or URL.
+    All methods may raise StoreError. `url` is the folder's path or URL.
     """
 
     url: str
 
     def list_folder(self, folder: str = "") -> list[StoreEntry]:
-        """The content of a folder; empty if it does not exist."""
+        """Returns the content of a folder; an empty list if the folder does not exist."""
 
     def find(self, name: str) -> StoreEntry | None:
-        """A file or folder, or None if it does not exist."""
+        """Returns the entry of a file or folder; None if there is none."""
 
     def create(self, name: str, chunks: Iterable[memoryview]) -> None:
-        """Create a file of these chunks, and its folders. The file appears under its name when it
-        is durable; after an exception, also of the iterator, or a crash it does not exist. A chunk
-        has been written when the next one is requested."""
+        """Creates a file from `chunks`, and the folders around it. The file appears under its name
+        once it is durable. It does not exist after a crash, or after an exception, including one
+        that `chunks` raises. A chunk has been written when the next one is requested."""
 
     def replace(
         self, name: str, content: bytes, check: Callable[[], object] = lambda: None
     ) -> None:
-        """Atomically replace a small file: afterwards either version exists, whatever happens. The
-        new one is durable; remote stores read it back and compare.
+        """Atomically creates or replaces a small file: whatever happens, either the old or the new
+        version exists. On return the new one is durable; remote stores read it back and compare.
 
-        `check` is called at the last moment before a file is replaced, and may raise. A local
-        store without a file to replace does not call it: it never replaces one that appears then.
+        `check` is called immediately before a file is replaced, and may raise. A local store does
+        not call `check` if the file does not exist: it then creates the file without replacing any.
         """
 
     def open(self, name: str) -> ReadStream:
-        """Raises StoreError, of kind `gone` if the file does not exist, `unreadable` if it is not a
-        regular file: a FIFO, a device or a folder would block, or never end."""
+        """Opens a file for reading. Raises StoreError, of kind `gone` if the file does not exist,
+        `unreadable` if it is not a regular file: reading a FIFO or a device may never end."""
 
     def read(self, name: str, max_bytes: int = SMALL_FILE_BYTES) -> bytes:
-        """Content of a file. Raises as `open` does, and `unreadable` if it is larger."""
+        """Returns a file's content. Raises as `open`, and `unreadable` above `max_bytes`."""
         with closing(self.open(name)) as stream:
             if stream.nbytes > max_bytes:
                 seen = f"has {stream.nbytes} bytes; at most {max_bytes} are read"
@@ -93,10 +93,10 @@ class Store(Protocol):
             return bytes(memoryview(content)[: stream.read(0, [memoryview(content)])])
 
     def remove(self, name: str) -> None:
-        """Remove a file durably, if it exists."""
+        """Removes a file durably, if it exists."""
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder if it is empty."""
+        """Removes a folder if it is empty."""
 
 
 # O_NOFOLLOW: a symbolic link in place of the file would redirect the write to another folder.
@@ -104,7 +104,8 @@ _CREATE_FLAGS = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFO
 
 
 class LocalStore(Store):
-    """A local folder. Durable by fsync of the file, rename, fsync of the folder, in that order."""
+    """A local folder. A new file is made durable by fsync of the file, rename, and fsync of the
+    folder, in that order."""
 
     def __init__(self, folder: Path) -> None:
         self.url = str(folder)
@@ -176,12 +177,12 @@ class LocalStore(Store):
             _sync_folder(path.parent)
 
     def remove_folder(self, name: str) -> None:
-        with suppress(OSError):  # not empty: the rest is not rayzero's
+        with suppress(OSError):  # not empty: the other files are not rayzero's
             os.rmdir(self._folder / name)
 
 
 class LocalReadStream(ReadStream):
-    """Reads directly into the caller's memory, unbuffered."""
+    """An open local file. Reads go directly into the caller's memory, unbuffered."""
 
     def __init__(self, path: Path) -> None:
         self.url = str(path)
@@ -222,7 +223,7 @@ def _write_chunks(fd: int, chunks: Iterable[memoryview]) -> None:
 
 
 def _to_store_entry(entry: os.DirEntry[str]) -> StoreEntry | None:
-    """None if the file was removed in the meantime, or is a link to nothing."""
+    """Returns None if the file was removed in the meantime, or is a dangling link."""
     try:
         status = entry.stat()
     except OSError as error:
@@ -234,7 +235,7 @@ def _to_store_entry(entry: os.DirEntry[str]) -> StoreEntry | None:
 
 
 def _make_folder(path: Path) -> None:
-    """Create a folder and its parents, durably."""
+    """Creates a folder and its parents, durably."""
     if path.is_dir():
         return
     _make_folder(path.parent)
@@ -248,7 +249,7 @@ def _sync_folder(path: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # the file system syncs folders itself
+        if error.errno != errno.EINVAL:  # such a file system makes folder entries durable itself
             raise
     finally:
         os.close(fd)

@@ -27,10 +27,11 @@ class RemoteStore(Store):
     """An object store or HDFS. Confirmed writes are read back and compared."""
 
     def __init__(self, url: str, setting: str = "checkpoint.path", *, retries: bool = True) -> None:
-        """The URL may have options in its query, as pyarrow's `FileSystem.from_uri` accepts them:
-        `s3://bucket/path?endpoint_override=host:port&scheme=http`. Credentials are found as by the
-        service's own tools: environment variables, files, instance metadata. Without `retries` S3's
-        client repeats nothing by itself. Raises ConfigError if pyarrow does not accept the URL."""
+        """Opens a URL. Its query may have options, as pyarrow's `FileSystem.from_uri` accepts them:
+        `s3://bucket/path?endpoint_override=host:port&scheme=http`. Credentials are found where the
+        service's own tools find them: environment variables, files, instance metadata. Without
+        `retries` S3's client does not retry requests. Raises ConfigError if pyarrow does not accept
+        the URL."""
         self.url = url
         self._setting = setting
         self._retries = retries
@@ -90,8 +91,8 @@ class RemoteStore(Store):
     def replace(
         self, name: str, content: bytes, check: Callable[[], object] = lambda: None
     ) -> None:
-        """One PUT, which is atomic. HDFS shows files while they are written, so there the file is
-        written under another name and moved; for a moment neither version may exist."""
+        """Writes with one PUT, which is atomic. HDFS shows files while they are written, so there
+        the file is written under another name and moved; for a moment neither version exists."""
         moved = self._fs.type_name == "hdfs"
         written = f"{name}{PARTIAL_SUFFIX}" if moved else name
         check()
@@ -122,8 +123,8 @@ class RemoteStore(Store):
                 self._fs.delete_dir(self._path(name))
 
     def _verify_upload(self, name: str, nbytes: int, head: bytes, tail: bytes) -> None:
-        """Compare size, beginning and end. Some S3-compatible stores save an upload's chunk framing
-        as content, which this detects without reading the whole file back."""
+        """Compares size, beginning and end of the stored file. Some S3-compatible stores save an
+        upload's chunk framing as content, which this detects without reading the whole file."""
         path, url = self._path(name), self._display_url(name)
         size = self._fs.get_file_info(path).size
         if size != nbytes:
@@ -145,7 +146,7 @@ class RemoteStore(Store):
 
 
 class RemoteReadStream(ReadStream):
-    """One request per read; a stream with read-ahead would issue hundreds."""
+    """An open remote file. A read is one request, where a stream with read-ahead needs hundreds."""
 
     def __init__(self, file: Any, url: str) -> None:
         self._file = file
@@ -169,12 +170,12 @@ class RemoteReadStream(ReadStream):
         self._file.close()
 
 
-def _without_retries(own: Any) -> Any:
-    """The same file system with other retries. It stays as it is if pyarrow does not tell all of
-    its options."""
-    kind, options = type(own), own.__reduce__()[1][0]
-    other = kind(**options, retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1))
-    return other if other == own else own
+def _without_retries(file_system: Any) -> Any:
+    """Returns a copy of an S3 file system that does not retry requests; the file system itself if
+    the copy differs in other options, because pyarrow's `__reduce__` omits some of them."""
+    kind, options = type(file_system), file_system.__reduce__()[1][0]
+    copy = kind(**options, retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1))
+    return copy if copy == file_system else file_system
 
 
 def _to_store_entry(info: Any) -> StoreEntry:
@@ -187,8 +188,9 @@ def _to_store_entry(info: Any) -> StoreEntry:
 
 
 def _with_default_options(url: str) -> str:
-    """Add default options to an S3 URL: the environment's region, because pyarrow would ask AWS for
-    it whatever the endpoint; small files as one PUT, which makes a manifest appear atomically."""
+    """Adds default options to an S3 URL: the environment's region, because pyarrow would otherwise
+    ask AWS for it even with another endpoint; and `allow_delayed_open`, which writes a small file
+    with one PUT, so that a manifest appears atomically."""
     parts = urlsplit(url)
     if parts.scheme != "s3":
         return url

@@ -1,9 +1,9 @@
 """Reads every byte of a checkpoint, and marks a damaged one.
 
-Listing a folder compares sizes, and a load reads a part of the files. So that flipped bytes which a
-load has found are known to all later listings, `damaged.json` in the checkpoint's folder names the
-file. The mark holds as long as the manifest lists that file: names are not reused, so a checkpoint
-that is written anew has none.
+Listing a folder compares only sizes, so it would miss the flipped bytes that a load has found.
+Therefore `damaged.json` in the checkpoint's folder names the damaged file. This mark is valid as
+long as the manifest lists that file. File names are not reused, so the mark does not apply to a
+checkpoint that is written there later.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class FileProblem:
     """A problem with a file in a checkpoint's folder.
 
     Attributes:
-        file: name in the folder.
-        kind: flipped: bytes differ; cut: the size differs; foreign: not part of the checkpoint,
-            harmless.
-        text: the problem.
+        file: name as in the manifest.
+        kind: flipped: bytes differ; cut: the size differs; missing: the file does not exist;
+            foreign: not part of the checkpoint, harmless.
+        text: the problem, to be read after the file's name.
     """
 
     file: str
@@ -51,7 +51,7 @@ class FileProblem:
 
     @property
     def makes_unusable(self) -> bool:
-        """Whether the checkpoint cannot be used because of it."""
+        """Whether this problem makes the checkpoint unusable."""
         return self.kind != "foreign"
 
     def __str__(self) -> str:
@@ -61,17 +61,17 @@ class FileProblem:
 def verify_checkpoint(
     folder: str, progress: Callable[[int], None] = lambda _: None
 ) -> list[FileProblem]:
-    """Read every byte of the checkpoint in `folder`, a path or a URL; `progress` is called with the
-    number of bytes read since the last call. Raises CheckpointVersionError if the format is newer,
-    StoreError if the store cannot be read."""
+    """Reads every byte of the checkpoint in `folder`, a path or a URL, and returns its problems.
+    `progress` is called with the number of bytes read since the last call. Raises
+    CheckpointVersionError if the format is newer, StoreError if the store cannot be read."""
     return list(find_problems(folder, progress))
 
 
 def find_problems(
     folder: str, progress: Callable[[int], None], likely: str = ""
 ) -> Iterator[FileProblem]:
-    """Yields what `verify_checkpoint` returns, one by one; files named in the text `likely` come
-    first."""
+    """Yields the problems that `verify_checkpoint` returns. Files whose names occur in the text
+    `likely` are read first."""
     store = open_store(folder)
     sizes = {entry.name: entry.nbytes for entry in store.list_folder()}
     if MANIFEST_NAME not in sizes:
@@ -101,10 +101,10 @@ def _find_foreign(
     expected = {MANIFEST_NAME, *(file.name for file in manifest.data_files)}
     for name in sorted(sizes.keys() - expected):
         if name.startswith(f"{BASE_FOLDER}/"):
-            continue  # another checkpoint's
+            continue  # another checkpoint may use it
         if name == DAMAGE_NAME:
             if intact:
-                text = "says that the checkpoint is damaged, and it is not: remove this file"
+                text = "says that the checkpoint is damaged, but it is intact: remove this file"
                 yield FileProblem(name, "foreign", text)
             continue
         leftover = is_checkpoint_file(name) or name.endswith(PARTIAL_SUFFIX)
@@ -115,8 +115,9 @@ def _find_foreign(
 def find_damage(
     store: Store, file: DataFile, progress: Callable[[int], None]
 ) -> tuple[list[int], bool]:
-    """The damaged blocks of a file, of which every byte is read, and whether it is damaged
-    elsewhere. `progress` is called with the number of bytes of data read since the last call."""
+    """Reads every byte of a file. Returns the numbers of its damaged blocks, and whether it is
+    damaged elsewhere, in the header. `progress` is called with the number of bytes of data read
+    since the last call."""
     memory = memoryview(bytearray(min(_READ_BYTES, file.nbytes)))
     damaged, whole = [], xxh3_64()
     with closing(store.open(file.name)) as opened:
@@ -170,10 +171,10 @@ def mark_damaged(
         progress: called with the number of bytes read since the last call; may raise to stop.
     """
     problems = find_problems(folder, progress, likely)
-    problem = next((it for it in problems if it.makes_unusable), None)
+    problem = next((found for found in problems if found.makes_unusable), None)
     if problem is None:
         return ""
-    if problem.kind == "flipped" and problem.file != MANIFEST_NAME:  # the others are listed
+    if problem.kind == "flipped" and problem.file != MANIFEST_NAME:  # listings find other problems
         mark = json.dumps({"file": problem.file, "problem": str(problem)})
         check()
         open_store(folder).replace(DAMAGE_NAME, mark.encode(), check)
@@ -181,10 +182,10 @@ def mark_damaged(
 
 
 def marked_damage(store: Store, folder: str, manifest: Manifest) -> str:
-    """The problem that the mark in a folder of a store states; empty if it has none that holds."""
+    """Returns the problem that the mark in a folder states; empty if there is no valid mark."""
     try:
         mark = json.loads(store.read(f"{folder}/{DAMAGE_NAME}"))
         file, problem = str(mark["file"]), str(mark["problem"])
     except (StoreError, ValueError, TypeError, KeyError):
         return ""
-    return problem if any(it.name == file for it in manifest.data_files) else ""
+    return problem if any(listed.name == file for listed in manifest.data_files) else ""

@@ -1,10 +1,11 @@
 """Writes a checkpoint: one file for each rank, then the manifest, which makes it exist.
 
 Frozen weights, which training never changes, are the first `constant_bytes` of a rank's block. They
-may be in a file of their own, which the checkpoints of a job share. It is named by its content, so
-a weight that was changed, frozen or made trainable, or another world size, gives another file, and
-a job that continues finds those of its earlier runs. It is hashed where it is written, beside
-training; one that exists is read once by each process before it is used.
+may be in a separate base file, which the checkpoints of a job share. A base file is named by its
+content. So there is a new one when a weight was changed, frozen or made trainable, or the world
+size differs; and a job that continues finds the base files of its earlier runs. The content is
+hashed by the process that writes it, concurrently with training. A base file that exists already is
+read once by each process before it is used.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ from rayzero.engine.errors import EngineError
 from rayzero.engine.layout.state_index import BlockIndex
 
 MIN_BASE_BYTES = BLOCK_BYTES
-"""Less than this stays in the rank's file: another file would cost more than it saves."""
+"""Fewer frozen bytes stay in the rank's file: a base file would cost more than it saves."""
 _CHUNK_BYTES = 32 * BLOCK_BYTES  # per write: efficient for disks, fits in CPU caches
 
 
 class Checksums:
-    """Checksums of a file and of its blocks, computed while it is written."""
+    """Checksums of a file and of its blocks, computed while the file is written."""
 
     def __init__(self) -> None:
         self.whole = xxh3_64()
         self.blocks: list[str] = []
 
     def chunks(self, header: bytes, data: memoryview) -> Generator[memoryview]:
-        """The file's chunks; another thread hashes one while the caller writes it. The thread ends
-        with the iterator. Hashing and writing both release the GIL."""
+        """Yields the file's chunks. Another thread hashes a chunk while the caller writes it; that
+        thread ends with the iterator. Hashing and writing both release the GIL."""
         with ThreadPoolExecutor(1, "rayzero-checksum") as executor:
             self.whole.update(header)
             yield memoryview(header)
@@ -60,7 +61,7 @@ class Checksums:
                 future.result()
 
     def to_file(self, name: str, header: bytes, data: memoryview) -> DataFile:
-        """The file, once it is written."""
+        """Describes the file, once all of its chunks were written."""
         nbytes = len(header) + len(data)
         checksum, blocks = self.whole.hexdigest(), "".join(self.blocks)
         return DataFile(name, nbytes, checksum, blocks, len(data))
@@ -74,10 +75,12 @@ class Checksums:
 
 
 def split_block(table: BlockIndex) -> tuple[BlockIndex, BlockIndex]:
-    """The indexes of the constant bytes of a block, and of those behind them."""
+    """Returns two indexes: of the constant bytes of a block, and of the bytes behind them."""
     size = table.constant_bytes
     constant = [part for part in table.ranges if part.offset < size]
-    other = [replace(it, offset=it.offset - size) for it in table.ranges if it.offset >= size]
+    other = [
+        replace(part, offset=part.offset - size) for part in table.ranges if part.offset >= size
+    ]
     return (
         BlockIndex(table.tensors, tuple(constant), size, size),
         BlockIndex(table.tensors, tuple(other), table.nbytes - size),
@@ -85,8 +88,8 @@ def split_block(table: BlockIndex) -> tuple[BlockIndex, BlockIndex]:
 
 
 def write_base(folder: str, rank: int, table: BlockIndex, block: memoryview, step: int) -> DataFile:
-    """The durable file with the first `table.nbytes` bytes of a rank's `block`, for the checkpoint
-    in `folder`; written only if there is none, or only damaged ones. Raises StoreError."""
+    """Returns the durable base file with the first `table.nbytes` bytes of a rank's `block`, for
+    the checkpoint in `folder`. Writes it only if no intact one exists. Raises StoreError."""
     data = block[: table.nbytes]
     header = file_header(table, {"rank": rank})
     checksums = Checksums()
@@ -107,7 +110,8 @@ def write_base(folder: str, rank: int, table: BlockIndex, block: memoryview, ste
 
 @lru_cache(maxsize=64)
 def _is_intact(url: str, file: DataFile, _modified_s: float) -> bool:
-    """Whether a file holds what it should; read again once it has another time of change."""
+    """Returns whether a file's bytes match its checksums. The file is read again after its
+    modification time changed."""
     try:
         blocks, elsewhere = find_damage(open_store(url), file, lambda _: None)
     except StoreError as error:
@@ -127,11 +131,11 @@ def write_rank_file(
     generation: int,
     world_size: int,
 ) -> RankFile:
-    """Write one rank's file of the checkpoint in `folder`; returns when it is durable.
+    """Writes one rank's file of the checkpoint in `folder`; returns when it is durable.
 
-    What training never changes goes into a file next to the folder, which the checkpoints of other
-    steps use as long as it is the same. Raises StoreError if the store failed (full, gone,
-    forbidden, slow), EngineError if the size of the data is not the index's.
+    Frozen weights go into a base file next to the folder, which the checkpoints of other steps
+    share as long as these weights are the same. Raises StoreError if the store failed (full, gone,
+    forbidden, slow), EngineError if `data` has not the size that the index states.
 
     Args:
         folder: path or URL `.../step-<n>`; created if it does not exist.
@@ -163,9 +167,9 @@ def write_rank_file(
 def commit_checkpoint(
     folder: str, manifest: Manifest, check: Callable[[], object] = lambda: None
 ) -> None:
-    """Make the checkpoint in `folder` exist durably, replacing an existing one. Raises StoreError,
-    of kind `gone` if a file is not visible from this node; and as `check`, which `Store.replace`
-    calls."""
+    """Makes the checkpoint in `folder` exist durably, replacing an existing one. Raises StoreError,
+    of kind `gone` if a file is not visible from this node; and what `check` raises, which is called
+    by `Store.replace`."""
     store = open_store(folder)
     if missing := manifest.wrong_sizes(file_sizes(store, manifest)):
         raise StoreError(

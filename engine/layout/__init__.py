@@ -1,1 +1,1 @@
-"""Layouts of units and state: integers only, no tensors. Any rank can compute another's ranges."""
+"""Layouts of units and state, as integers. Any rank can compute the ranges of every other rank."""

@@ -1,7 +1,8 @@
 """The parts of several engines in one training state.
 
-The first engine's tensors have their own names, as those of a function with one engine. Another's
-begin with its name: `critic:weights/...`. Its JSON part is in that of the first, in `engines`.
+The first engine's tensors have the same names as in a state with one engine. The names of another
+engine's tensors begin with that engine's name: `critic:weights/...`. The JSON parts of the other
+engines are in the first engine's JSON part, under the key `engines`.
 """
 
 from __future__ import annotations
@@ -16,29 +17,30 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ENGINES = "engines"
-"""The key of the JSON parts of all engines but the first, by name; missing if there are none."""
+"""Key of the JSON parts of all engines except the first, by name. Absent if there is one engine."""
 NAME = "engine"
-"""The key of the first engine's name, if it was given one."""
-MARK = ":"
+"""Key of the first engine's name. Absent if it was given none."""
+MARK = ":"  # behind an engine's name in a tensor's name
 
 
 def engines_of(source: StateSource) -> list[str]:
-    """The names of the engines whose state a source has; the first one's is empty."""
+    """Returns the names of the engines in a state. The first engine's name is empty."""
     return ["", *source.metadata(0).get(ENGINES, ())]
 
 
 def list_engines(source: StateSource) -> str:
-    """The names of the engines, for an error."""
+    """Lists the names of the engines for an error message."""
     first = source.metadata(0).get(NAME, "the first one, without a name")
     return ", ".join([first, *engines_of(source)[1:]])
 
 
 def find_part(source: StateSource, name: str | None, *, is_first: bool) -> str | None:
-    """The name in a state of an engine's part; None if there is none.
+    """Returns the name under which a state has an engine's part (empty for the first engine); None
+    if the state has no such part.
 
     Args:
-        name: the engine's own; None for the first one, if it was given none.
-        is_first: whether it is the first one that trains.
+        name: the name that the engine was given; None for a first engine without a name.
+        is_first: whether the engine is the first one that trains.
     """
     document = source.metadata(0)
     if name in document.get(ENGINES, ()):
@@ -49,14 +51,16 @@ def find_part(source: StateSource, name: str | None, *, is_first: bool) -> str |
 
 
 def open_part(source: StateSource, found: str) -> StateSource:
-    """The part of a state that `find_part` has found."""
+    """Returns the part of a state whose name `find_part` returned."""
     return _Part(source, found) if source.metadata(0).get(ENGINES) else source
 
 
 def choose_part(source: StateSource, name: str | None) -> StateSource:
-    """The part of the engine of this name, where the state is not the function's own: all of one
-    that an engine has saved alone; None: that of the first engine. Raises DataError if there is
-    none."""
+    """Returns an engine's part of a state that may come from another training function.
+
+    A state of a single engine is returned whole, whatever `name` is. A `name` of None selects the
+    first engine. Raises DataError if the state has no engine of this name.
+    """
     names = engines_of(source)
     found = "" if len(names) == 1 else find_part(source, name, is_first=name is None)
     if found is None:
@@ -69,14 +73,14 @@ def choose_part(source: StateSource, name: str | None) -> StateSource:
 
 
 def is_weight(full: str) -> bool:
-    """Whether a tensor of the training state is a weight or a buffer of an engine's model."""
-    before, mark, name = full.partition(MARK)
-    own = name if mark and "/" not in before else full
-    return own.startswith(("weights/", "buffers/"))
+    """Returns whether a tensor of the training state is a weight or buffer of an engine's model."""
+    engine, mark, name = full.partition(MARK)
+    own_name = name if mark and "/" not in engine else full
+    return own_name.startswith(("weights/", "buffers/"))
 
 
 class _Part(StateSource):
-    """One engine's part. The source stays its owner's."""
+    """One engine's part of a state. The owner of the source closes it; this part does not."""
 
     def __init__(self, source: StateSource, name: str) -> None:
         self._source = source
@@ -104,20 +108,22 @@ class _Part(StateSource):
 
 
 def _index_of(index: BlockIndex, engine: str) -> BlockIndex:
-    """The index of one engine's tensors in a block, under their own names."""
+    """Returns the index of one engine's tensors in a block, under their names in that engine."""
     names = {full: name for full in index.tensors if (name := _own_name(full, engine)) is not None}
     return replace(
         index,
         tensors={name: index.tensors[full] for full, name in names.items()},
-        ranges=tuple(replace(it, name=names[it.name]) for it in index.ranges if it.name in names),
+        ranges=tuple(
+            replace(part, name=names[part.name]) for part in index.ranges if part.name in names
+        ),
     )
 
 
 def _own_name(full: str, engine: str) -> str | None:
-    """A tensor's name in its engine's state; None if it is another's. What a module is called may
-    contain the mark, too."""
+    """Returns a tensor's name in the state of `engine`; None if it is another engine's tensor. A
+    module's name may contain the mark too, but only behind a slash."""
     before, mark, name = full.partition(MARK)
-    is_others = bool(mark) and "/" not in before
+    has_engine = bool(mark) and "/" not in before
     if engine:
-        return name if is_others and before == engine else None
-    return None if is_others else full
+        return name if has_engine and before == engine else None
+    return None if has_engine else full

@@ -32,7 +32,8 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class ParamRange:
-    """Elements `start` to `stop` of parameter `index`, at `memory` of a part of the buffer."""
+    """Elements `start` to `stop` of parameter `index`. `memory` is their place in a part of the
+    flat buffer, relative to the part."""
 
     index: int
     start: int
@@ -52,8 +53,8 @@ class UnitLayout:
     world_size: int
 
     def for_world_size(self, world_size: int) -> UnitLayout:
-        """The layout on other ranks: the parameters have the same offsets, only the padding at the
-        end and the shards differ."""
+        """Returns the layout for another world size. The parameters keep their offsets; only the
+        padding at the end and the shards differ."""
         return self if world_size == self.world_size else replace(self, world_size=world_size)
 
     @cached_property
@@ -75,15 +76,15 @@ class UnitLayout:
 
     @property
     def logical_numel(self) -> int:
-        """The elements that are parameters, without padding."""
+        """The number of elements of all parameters, without padding."""
         return sum(spec.numel for spec in self.params)
 
     def shard(self, rank: int) -> slice:
-        """One rank's contiguous part of the flat buffer."""
+        """Returns one rank's contiguous part of the flat buffer."""
         return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def param_range(self, index: int) -> slice:
-        """One parameter's part of the flat buffer."""
+        """Returns one parameter's part of the flat buffer."""
         start = self.offsets[index]
         return slice(start, start + self.params[index].numel)
 
@@ -98,7 +99,7 @@ class UnitLayout:
         )
 
     def overlaps(self, within: slice) -> Iterator[ParamRange]:
-        """The parameters' elements in a part of the buffer, in its order."""
+        """Yields the parameters' elements in `within`, a part of the buffer, in buffer order."""
         for index in range(len(self.params)):
             extent = self.param_range(index)
             start, stop = max(extent.start, within.start), min(extent.stop, within.stop)
@@ -107,7 +108,7 @@ class UnitLayout:
                 yield ParamRange(index, start - extent.start, stop - extent.start, memory)
 
     def group_ranges(self, within: slice) -> Iterator[tuple[int, slice]]:
-        """(optimizer group, range relative to the start of `within`) for each group in `within`.
+        """Yields (optimizer group, range relative to `within`) of each group in `within`.
 
         The ranges are disjoint and cover `within`: padding belongs to the group before it.
         """
@@ -127,5 +128,5 @@ def round_up(numel: int) -> int:
 
 
 def make_layout(name: str, params: Sequence[ParamSpec], world_size: int) -> UnitLayout:
-    """The layout of a unit whose parameters were registered in this order."""
+    """Returns the layout of a unit whose parameters were registered in this order."""
     return UnitLayout(name, tuple(sorted(params, key=lambda spec: spec.group)), world_size)

@@ -1,15 +1,15 @@
-"""Frozen parameters that a library has quantized: what of them is memory, and how it is laid out.
+"""Frozen parameters that a library has quantized, and the tensors that they consist of.
 
-| parameter | its values | scales | at stage 3 |
+| parameter | values | scales | at stage 3 |
 |---|---|---|---|
 | bitsandbytes' 4-bit | in the parameter | in `quant_state` | values are sharded |
-| bitsandbytes' 8-bit | in the parameter, which its module refers to as well | beside | whole |
+| bitsandbytes' 8-bit | in the parameter; its module has references to them | in `SCB` | whole |
 | a tensor subclass, such as torchao's | in other tensors | in other tensors | whole |
-| 8-bit floating point | in the parameter | another parameter | sharded |
+| 8-bit floating point | in the parameter | in another parameter | sharded |
 
-None is cast: only the library knows what their bits mean. All of their tensors have rank 0's
-values on every rank, and belong to the state. The libraries are known by their attributes, and are
-not imported.
+These parameters are never cast, because only the library knows what their bits mean. All of their
+tensors belong to the state, and get rank 0's values on every rank. The parameters are recognized by
+their attributes; the libraries are not imported.
 """
 
 from __future__ import annotations
@@ -25,44 +25,47 @@ from rayzero.engine.errors import ConfigError
 
 
 def is_wrapper(tensor: Any) -> bool:
-    """Whether a tensor has no memory of its own: a subclass that is made of other tensors."""
+    """Returns whether a tensor is a subclass that consists of other tensors, without own memory."""
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def is_packed(param: Tensor) -> bool:
-    """Whether a parameter's elements are no numbers of its dtype, or 8-bit ones: never cast."""
+    """Returns whether a parameter must never be cast: its elements are 8-bit floating point, or are
+    quantized, so that they are not numbers of its dtype."""
     narrow = param.dtype.is_floating_point and param.dtype.itemsize == 1
     return narrow or getattr(param, "quant_state", None) is not None or stays_whole(param)
 
 
 def stays_whole(param: Tensor) -> bool:
-    """Whether a parameter cannot become a view of a flat buffer: its memory is other tensors', or
-    its module has further references to it."""
+    """Returns whether a parameter cannot become a view of a flat buffer: its memory belongs to
+    other tensors, or its module has further references to the memory."""
     return is_wrapper(param) or (param.dtype is torch.int8 and hasattr(param, "SCB"))
 
 
 def plain_tensors(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """A state dict's entry as it is in the state: a tensor subclass as the tensors in it."""
+    """Returns an entry of a state dict as the state stores it: a tensor subclass becomes the
+    tensors that it consists of."""
     if not is_wrapper(tensor):
         return {name: tensor}
     return {f"{name}.{path}": part for path, part in scale_tensors(tensor).items()}
 
 
 def scale_tensors(param: Tensor, module: nn.Module | None = None) -> dict[str, Tensor]:
-    """The tensors that belong to the values of a parameter of `module` besides its own memory, by a
-    path: flat views, as bytes."""
+    """Returns the tensors that a quantized parameter of `module` has besides its own memory, such
+    as scales, by path, as flat views of bytes."""
     if is_wrapper(param):
         found = dict(_inner_tensors(param))
     else:
         found = dict(_attributes(getattr(param, "quant_state", None)))
-        for holder in (param, getattr(module, "state", None)):  # before, after the first forward
+        # bitsandbytes moves it from the parameter to the module's state in the first forward.
+        for holder in (param, getattr(module, "state", None)):
             if isinstance(scales := getattr(holder, "SCB", None), Tensor):
                 found["SCB"] = scales
     return {path: _flat_bytes(tensor) for path, tensor in found.items() if tensor.numel()}
 
 
 def _inner_tensors(tensor: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors that a tensor subclass is made of."""
+    """Yields (path, tensor) of the plain tensors that a tensor subclass consists of."""
     for name in tensor.__tensor_flatten__()[0]:
         inner = getattr(tensor, name)
         if is_wrapper(inner):
@@ -72,7 +75,7 @@ def _inner_tensors(tensor: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]
 
 
 def _attributes(state: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a quantization state, also of the one in it that its scales have."""
+    """Yields (path, tensor) of a quantization state, and of the nested state of its scales."""
     for name, value in vars(state).items() if state is not None else ():
         if isinstance(value, Tensor):
             yield prefix + name, value
@@ -81,7 +84,8 @@ def _attributes(state: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _flat_bytes(tensor: Tensor) -> Tensor:
-    """The tensor's own memory, whatever the order of its dimensions: kernels may need that."""
+    """Returns a tensor's memory as bytes, without reordering its dimensions: kernels may rely on
+    their order."""
     if not tensor.is_contiguous() and tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor.data = tensor.contiguous()
     offset = int(tensor.storage_offset())
@@ -89,9 +93,11 @@ def _flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def place_packed(model: nn.Module, device: torch.device) -> None:
-    """Moves quantized parameters to the device, as `model.to` would: that is also when bitsandbytes
-    quantizes. Raises ConfigError if one is trainable, or has no values."""
-    for path, module in model.named_modules() if device.type != "meta" else ():  # a memory plan
+    """Moves quantized parameters to the device, as `model.to` would; bitsandbytes quantizes at that
+    moment. Raises ConfigError if such a parameter is trainable or distributed, or has no values."""
+    if device.type == "meta":  # a memory plan
+        return
+    for path, module in model.named_modules():
         for name, param in module._parameters.items():
             if param is None or not (_may_quantize(param) or is_packed(param)):
                 continue
@@ -110,12 +116,12 @@ def place_packed(model: nn.Module, device: torch.device) -> None:
             if param.device != device or _may_quantize(param):
                 module.to(device)
             if hasattr(module, "support_avx512bf16_for_cpu"):
-                # bitsandbytes would repack weights in evaluation, into memory of its own.
+                # bitsandbytes would repack the weights into other memory in evaluation.
                 vars(module)["support_avx512bf16_for_cpu"] = False
 
 
 def _may_quantize(param: nn.Parameter) -> bool:
-    """Whether bitsandbytes quantizes it when it is moved."""
+    """Returns whether bitsandbytes will quantize the parameter when it is moved."""
     if hasattr(param, "bnb_quantized"):
         return not param.bnb_quantized
     return getattr(param, "has_fp16_weights", True) is False and param.dtype is not torch.int8

@@ -1,9 +1,10 @@
 """Cuts a unit into parts: the same columns of every rank's shard.
 
-A unit's flat buffer is a matrix of one row for each rank: its shard. A part is a range of columns,
-so reduce-scattering parts one by one leaves every rank with the same shard as reducing all at once,
-and needs a buffer of one part only. A parameter meets a part in few segments, however many ranks
-there are: whole rows in between, which form one strided block, and at most two partial rows.
+A unit's flat buffer is a matrix whose row r is the shard of rank r. A part is a range of columns.
+Reduce-scattering the parts one by one therefore leaves every rank with the same shard as reducing
+the whole buffer, and needs a buffer of one part only. A parameter and a part overlap in at most
+three segments, however many ranks there are: the rows in which the parameter covers all of the
+part's columns, which form one strided block, and the parameter's first and last row.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from rayzero.engine.layout.flat_layout import UnitLayout, round_up
 
 @dataclass(frozen=True)
 class Segment:
-    """`rows` pieces of `width` elements: of a range of the flat buffer, where they begin at `start`
-    and are `stride` apart, and of a part's buffer, where they begin at `target` and are adjacent
-    rows."""
+    """`rows` pieces of `width` elements that are in a range of the flat buffer and in a part.
+
+    In the range the first piece begins at `start`, and the pieces are `stride` apart. In the part's
+    buffer the first piece begins at `target`, and the pieces are adjacent."""
 
     start: int
     target: int
@@ -29,11 +31,11 @@ class Segment:
     stride: int
 
     def in_source(self, flat: Tensor) -> Tensor:
-        """The elements in a flat, contiguous tensor of the range."""
+        """Returns the segment's elements of `flat`, a flat and contiguous tensor of the range."""
         return self._view(flat, self.start, self.stride)
 
     def in_part(self, flat: Tensor) -> Tensor:
-        """The elements in the part's buffer."""
+        """Returns the segment's elements of `flat`, the part's buffer."""
         return self._view(flat, self.target, self.width)
 
     def _view(self, flat: Tensor, start: int, stride: int) -> Tensor:
@@ -44,8 +46,8 @@ class Segment:
 
 
 def cut_columns(layout: UnitLayout, max_numel: int) -> list[slice]:
-    """Column ranges of parts of about equal length, of at most `max_numel` elements without
-    padding. The same on every rank."""
+    """Returns the column ranges of parts of about equal length. A part has at most `max_numel`
+    elements, padding not included. The ranges are the same on every rank."""
     count = -(-layout.logical_numel // max_numel)
     width = round_up(-(-layout.shard_numel // count))
     starts = range(0, layout.shard_numel, width)
@@ -53,8 +55,8 @@ def cut_columns(layout: UnitLayout, max_numel: int) -> list[slice]:
 
 
 def segments(layout: UnitLayout, extent: slice, columns: slice) -> Iterator[Segment]:
-    """Yields where a range of the flat buffer meets the columns of a part; starts are relative to
-    the range, targets to the part's buffer."""
+    """Yields the segments in which `extent`, a range of the flat buffer, overlaps `columns` of a
+    part. Their `start` is relative to the range, their `target` to the part's buffer."""
     shard, width = layout.shard_numel, columns.stop - columns.start
     if width == shard:  # the part is the whole buffer
         numel = extent.stop - extent.start

@@ -1,8 +1,8 @@
 """The reshard plan: the source of every wanted element. Integers only.
 
-Used for a live resize, recovery from replicas and loading a checkpoint: N blocks of bytes hold
-ranges of logical tensors in any partition, another block wants ranges in a different one, and
-neither needs to know the other's stage or world size.
+Used for a live resize, recovery from replicas and loading a checkpoint. N blocks of bytes hold
+ranges of logical tensors in any partition, and a target needs ranges of another partition. Neither
+side needs to know the stage or world size of the other.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rayzero.engine.layout.state_index import TensorRange
 
 @dataclass(frozen=True)
 class RangeCopy:
-    """Elements `start` to `stop` of the logical tensor that both ranges are of.
+    """Elements `start` to `stop` of a logical tensor, to be copied from a source to a target.
 
     Attributes:
-        source: index of the block that holds them.
-        held, wanted: the ranges that contain them in the source and in the target.
+        source: index of the block that holds the elements.
+        held, wanted: the ranges that contain the elements in the source and in the target.
     """
 
     source: int
@@ -42,8 +42,8 @@ class MissingRangesError(EngineError):
 
 
 class HeldRanges:
-    """The ranges that several sources hold, by tensor. Where several hold an element, the first
-    source is read.
+    """The ranges that several sources hold, by tensor. If several sources hold the same range, it
+    is read from the first one.
 
     Args:
         held: the ranges of each source.
@@ -57,12 +57,12 @@ class HeldRanges:
         self._pieces: dict[str, list[_Piece]] = {}
 
     def plan(self, wanted: Iterable[TensorRange]) -> list[RangeCopy]:
-        """Exactly one source for every element of `wanted`, whose ranges are disjoint. Raises
-        MissingRangesError for elements without a source."""
+        """Returns copies with exactly one source for every element of `wanted`, whose ranges are
+        disjoint. Raises MissingRangesError if elements have no source."""
         copies: list[RangeCopy] = []
         gaps: list[str] = []
         for target in wanted:
-            end = target.start  # of what has a source
+            end = target.start  # of the elements that have a source
             for copy in _find_sources(target, self._pieces_of(target.name)):
                 if end < copy.start:
                     gaps.append(f"{target.name}[{end}:{copy.start}]")
@@ -86,7 +86,7 @@ class HeldRanges:
 def plan_copies(
     wanted: Iterable[TensorRange], held: Sequence[Iterable[TensorRange]]
 ) -> list[RangeCopy]:
-    """Plans as `HeldRanges.plan`. Linear in the number of ranges, plus sorting."""
+    """Returns and raises as `HeldRanges.plan`. Linear in the number of ranges, plus sorting."""
     return HeldRanges(held).plan(wanted)
 
 
@@ -94,7 +94,7 @@ _Piece = tuple[int, int, int, TensorRange]  # start, stop, source, the source's 
 
 
 def _find_sources(target: TensorRange, pieces: list[_Piece]) -> Iterator[RangeCopy]:
-    """The copies from those of a tensor's pieces that overlap `target`, in order."""
+    """Yields copies from the pieces of a tensor that overlap `target`, in order."""
     first = max(0, bisect_right(pieces, target.start, key=itemgetter(0)) - 1)
     for start, stop, source, held in pieces[first:]:
         if start >= target.stop:
@@ -105,9 +105,10 @@ def _find_sources(target: TensorRange, pieces: list[_Piece]) -> Iterator[RangeCo
 
 
 def _drop_overlaps(parts: list[tuple[int, TensorRange]]) -> list[_Piece]:
-    """Disjoint pieces in order; the smaller source wins an overlap.
+    """Returns disjoint pieces in order. An overlap is read from the range that begins first, and
+    among equal starts from the source with the smallest index.
 
-    One sweep over the sorted starts; overlapping ranges are usually replicas of each other.
+    One sweep over the sorted starts. Overlapping ranges are usually replicas of each other.
     """
     pieces: list[_Piece] = []
     covered = 0

@@ -1,8 +1,8 @@
 """Index of a block of bytes (a vault slot, a file, a rank's memory); sources of training state.
 
-A logical tensor is a tensor of the training state as it is without sharding, flattened:
+A logical tensor is a tensor of the training state as it would be without sharding, flattened:
 `weights/<parameter>`, `optimizer.<key>/<parameter>`, `buffers/<name>`. Ranges are in elements,
-offsets in bytes. Independent of stages, ranks and torch.
+offsets in bytes. Nothing here depends on stages, ranks or torch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LogicalTensor:
 
 @dataclass(frozen=True)
 class TensorRange:
-    """Elements `start` to `stop` of a logical tensor, at byte `offset` of their block."""
+    """Elements `start` to `stop` of a logical tensor, at byte `offset` of the block."""
 
     name: str
     start: int
@@ -68,9 +68,9 @@ class BlockIndex:
         tensors: the logical tensors of all ranges.
         ranges: disjoint in bytes.
         nbytes: size of the block; bytes in no range are padding.
-        constant_bytes: size of the part at the beginning that never changes during a run.
-        weight_bytes: size of the part at the beginning that has all weights and buffers: the
-            constant ones, and behind them the others. 0 in a checkpoint.
+        constant_bytes: size of the beginning of the block that never changes during a run.
+        weight_bytes: size of the beginning of the block that has all weights and buffers: first the
+            constant ones, then the others. 0 in a checkpoint.
     """
 
     tensors: dict[str, LogicalTensor] = field(default_factory=dict)
@@ -81,7 +81,9 @@ class BlockIndex:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "tensors": {name: [it.dtype, list(it.shape)] for name, it in self.tensors.items()},
+            "tensors": {
+                name: [tensor.dtype, list(tensor.shape)] for name, tensor in self.tensors.items()
+            },
             "ranges": [[held.name, held.start, held.stop, held.offset] for held in self.ranges],
             "nbytes": self.nbytes,
             "constant_bytes": self.constant_bytes,
@@ -106,8 +108,9 @@ class StateSource(ABC):
     """A complete training state of one step in blocks of bytes, however partitioned.
 
     Attributes:
-        step: finished steps of the state.
-        block_indexes: of each block. Blocks may overlap; together they hold the complete state.
+        step: number of finished steps.
+        block_indexes: index of each block. Blocks may overlap; together they hold the complete
+            state.
     """
 
     step: int
@@ -115,31 +118,32 @@ class StateSource(ABC):
 
     @abstractmethod
     def metadata(self, rank: int) -> dict[str, Any]:
-        """The JSON part of a rank; of another rank if there was no such rank."""
+        """Returns the JSON part of a rank; of another rank if the saved run had no such rank."""
 
     @abstractmethod
     def read(self, block: int, offset: int, into: memoryview) -> None:
-        """Fill `into` (bytes, writable) from byte `offset` of a block. Raises DataError, which
+        """Fills `into` (bytes, writable) from byte `offset` of a block. Raises DataError, which
         names the file or slot, if the bytes are damaged or missing."""
 
     def registered_block(self, block: int) -> memoryview | None:
-        """A block's bytes in host memory that is registered with the device, not verified; None if
-        they are not in such memory."""
+        """Returns a block's bytes, not verified, if they are in host memory that is registered with
+        the device; otherwise None."""
         return None
 
     def verify(self, block: int) -> None:  # noqa: B027
         """Raises DataError if the bytes of a registered block are damaged."""
 
     def tensor(self, block: int, offset: int, nbytes: int) -> Tensor | None:
-        """The wanted bytes as a view; None if the block is to be read. Called once a read."""
+        """Returns bytes of a block as a tensor view; None if `read` must be used. Called exactly
+        once for each range that is read."""
         return None
 
     def take(
         self, ranges: tuple[TensorRange, ...], like: Tensor, dtype: torch.dtype
     ) -> Tensor | None:
-        """The tensor of exactly these ranges, for good; None if none is held, or another's shape,
-        device or `dtype` is needed."""
+        """Hands over a tensor of exactly these ranges, which the caller keeps; returns None if the
+        source has no such tensor of the shape and device of `like`, and of `dtype`."""
         return None
 
     def close(self) -> None:  # noqa: B027  sources in memory have nothing to release
-        """Release files and memory. Safe to repeat."""
+        """Releases files and memory. Idempotent."""

@@ -27,7 +27,8 @@ USED_ELSEWHERE = "rayzero_used_elsewhere"
 
 @dataclass(frozen=True)
 class NamedParam:
-    """A parameter of the model under its first name. `group` is None when it is frozen."""
+    """A parameter of the model under its first name. `group` is its optimizer parameter group; None
+    if it is frozen."""
 
     name: str
     param: nn.Parameter
@@ -35,7 +36,7 @@ class NamedParam:
 
     @property
     def buffer_kind(self) -> tuple[torch.dtype, bool, bool]:
-        """Parameters with equal kinds may share a flat buffer."""
+        """Dtype, whether trainable, whether quantized. Equal kinds may share a flat buffer."""
         return self.param.dtype, self.group is not None, is_packed(self.param)
 
 
@@ -43,7 +44,7 @@ class NamedParam:
 class UnitPlan:
     """A unit before its buffers exist. `params` are in the layout's order.
 
-    `module` is the one whose forward needs the unit gathered; None if weights are replicated.
+    `module` is the module whose forward needs the unit gathered; None if weights are replicated.
     """
 
     layout: UnitLayout
@@ -53,9 +54,9 @@ class UnitPlan:
 
 
 def name_params(model: nn.Module, groups: Mapping[nn.Parameter, int]) -> list[NamedParam]:
-    """The model's parameters in registration order; `groups` gives the trainable ones' group.
+    """Returns the model's parameters in registration order, without those that have no elements.
 
-    Parameters without elements are left out.
+    `groups` maps each trainable parameter to its optimizer parameter group.
     """
     return [
         NamedParam(name, param, groups.get(param))
@@ -71,12 +72,13 @@ def plan_buckets(
     max_numel: int | None = None,
     limits: tuple[int, int] = Device.bucket_numel,
 ) -> list[UnitPlan]:
-    """Trainable parameters in buckets of at most `bucket_numel` elements, or one parameter.
+    """Returns buckets of trainable parameters: of at most `bucket_numel` elements, or of a single
+    parameter.
 
-    In reverse registration order, which is about the order in which gradients become ready.
-    By default a bucket is an eighth of the model: small enough for reductions to start early in
-    backward, and within the device's `limits`, which amortise their latency. `max_numel` is a
-    further limit of a bucket; None or 0 for none.
+    Parameters are in reverse registration order, which is about the order in which gradients become
+    ready. By default a bucket is an eighth of the model, so that reductions start early in
+    backward, but within the device's `limits`, which amortise the latency of a reduction.
+    `max_numel` is a further limit of a bucket; None or 0 for no limit.
     """
     trainable = [member for member in params if member.group is not None]
     if bucket_numel is None:
@@ -97,16 +99,20 @@ def plan_buckets(
 
 
 def find_blocks(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
-    """The modules that are gathered as one, without the model itself; see `plan_blocks`."""
+    """Returns the blocks (see `plan_blocks`) other than the model itself."""
     inside = modules_inside_leaves(model, experts=not classes)
     found = dict.fromkeys(block for _, block in _find_blocks(model, classes))
     return [block for block in found if block not in inside]
 
 
 def find_large_modules(model: nn.Module, classes: Sequence[str], min_numel: int) -> list[nn.Module]:
-    """The modules in no block, nor inside a compiled module, that own at least `min_numel` elements
-    which no other module has; none if it is 0. An embedding and a head, unless they are tied. Not
-    those whose weights are read elsewhere: without a forward, or by the attention around them."""
+    """Returns the modules outside of blocks that own at least `min_numel` elements; none if that is
+    0. Typically an embedding and a head, unless they are tied.
+
+    Not counted are parameters that several modules share, that are inside a compiled module, or
+    that are read elsewhere. Modules without a forward are left out, and so is the output projection
+    of `nn.MultiheadAttention`, which reads it without calling it.
+    """
     blocks = set(find_blocks(model, classes)) | modules_inside_leaves(model, experts=not classes)
     owned: dict[nn.Module, int] = {}
     for param, uses in _find_uses(model).items():
@@ -137,12 +143,17 @@ def plan_blocks(
     world_size: int,
     large: Sequence[nn.Module] = (),
 ) -> list[UnitPlan]:
-    """Assign every parameter to the unit of the innermost block that contains all of its uses.
-    `classes` are the class names of the modules that are blocks; empty: automatic. Modules in
-    `large` are blocks too. Raises ConfigError if the model has no module of a class."""
+    """Assigns every parameter to a unit of the innermost block that contains all of its uses.
+
+    `classes` are the class names of the modules that are blocks. If there are none, the blocks are
+    the elements of every ModuleList, and of every Sequential that is not inside a block. Modules in
+    `large`, and the model itself, are blocks too. Raises ConfigError if the model has no module of
+    a class.
+    """
     chosen = {*find_blocks(model, classes), *large}
     # In registration order. A block that is registered several times has its first name.
-    paths = {model: "root"} | {it: path for path, it in model.named_modules() if it in chosen}
+    paths = {model: "root"}
+    paths |= {block: path for path, block in model.named_modules() if block in chosen}
     uses = _find_uses(model)
     members_of: dict[nn.Module, list[NamedParam]] = {block: [] for block in paths}
     for member in params:
@@ -151,10 +162,14 @@ def plan_blocks(
     for block, members in members_of.items():
         members.sort(key=lambda member: str(member.buffer_kind))
         mixed = len({member.param.dtype for member in members}) > 1
-        for (dtype, trainable, packed), kind in groupby(members, key=lambda it: it.buffer_kind):
+        kinds = groupby(members, key=lambda member: member.buffer_kind)
+        for (dtype, trainable, packed), alike in kinds:
             name = paths[block] + (f" ({dtype})" if mixed else "")
-            name += " (quantized)" if packed else "" if trainable else " (frozen)"
-            plans.append(_make_plan(name, list(kind), world_size, block))
+            if packed:
+                name += " (quantized)"
+            elif not trainable:
+                name += " (frozen)"
+            plans.append(_make_plan(name, list(alike), world_size, block))
     return plans
 
 
@@ -177,7 +192,8 @@ def _find_blocks(model: nn.Module, classes: Sequence[str]) -> Iterator[tuple[str
 def _repeated_blocks(
     module: nn.Module, path: str, *, inside_block: bool
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The elements of every ModuleList, and of a Sequential that is not inside a block."""
+    """Yields (path, module) of the elements of every ModuleList, and of every Sequential that is
+    not inside a block."""
     elements = isinstance(module, nn.ModuleList) or (
         isinstance(module, nn.Sequential) and not inside_block
     )
@@ -191,7 +207,7 @@ def _repeated_blocks(
 
 
 def _find_uses(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, ...]]]:
-    """The paths from the model to the modules that own a parameter, by parameter."""
+    """Returns, by parameter, the paths from the model to each module that owns the parameter."""
     uses: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
     for modules in _module_paths(model):
         for param in modules[-1].parameters(recurse=False):
@@ -202,7 +218,7 @@ def _find_uses(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, ...
 def _module_paths(
     module: nn.Module, above: tuple[nn.Module, ...] = ()
 ) -> Iterator[tuple[nn.Module, ...]]:
-    """Every path in the module tree from the model to a module, both included."""
+    """Yields every path in the module tree from the model to a module, both included."""
     path = (*above, module)
     yield path
     for child in module.children():
@@ -212,7 +228,7 @@ def _module_paths(
 def _innermost_common_block(
     uses: Sequence[tuple[nn.Module, ...]], blocks: Container[nn.Module]
 ) -> nn.Module:
-    """The innermost block on the path to every use."""
+    """Returns the innermost block on the paths to all uses."""
     common = set(uses[0]).intersection(*uses[1:])
     return next(module for module in reversed(uses[0]) if module in blocks and module in common)
 
@@ -221,7 +237,9 @@ def _make_plan(
     name: str, members: Sequence[NamedParam], world_size: int, block: nn.Module | None = None
 ) -> UnitPlan:
     members = sorted(members, key=lambda member: member.group or 0)
-    specs = [ParamSpec(it.name, tuple(it.param.shape), it.group or 0) for it in members]
+    specs = [
+        ParamSpec(member.name, tuple(member.param.shape), member.group or 0) for member in members
+    ]
     layout = make_layout(name, specs, world_size)
     params = tuple(member.param for member in members)
     return UnitPlan(layout, params, members[0].group is not None, block)

@@ -1,18 +1,20 @@
-"""Tensors in files: model weights at rest, main weights and optimizer state.
+"""Tensors in files: model weights between uses, main weights and optimizer state.
 
-`MappedFile` has no name: it is gone with its process, however that ends. Tensors at rest are
-mapped, so that whatever reads or loads state finds them as ordinary memory, in pages that the
-kernel may take back at any time. Updates read and write with pread(2) and pwrite(2), because a
-failure of those is an error, where a failure of mapped memory is a signal. Both see the same pages.
+The file of a `MappedFile` has no name, so it disappears when its process ends, in whatever way. Its
+tensors are mapped, so that all code that saves or loads state finds them as ordinary memory, in
+pages that the kernel may evict at any time. Updates instead read and write with pread(2) and
+pwrite(2): a failed call is an error, where a failed access to mapped memory is a signal. Both see
+the same pages.
 
-`NvmeStore` has a few buffers in memory. An update processes chunks in a fixed order. While one is
-updated, threads read the next ones and write the previous ones back.
+`NvmeStore` has a few buffers in memory. An update processes chunks in a fixed order. While a chunk
+is updated, threads read the next chunks and write the previous ones back.
 
-Order and lifetime. Chunk i always uses buffer i mod k. A buffer is read into after the write of its
-previous chunk has ended and the events behind the copies of its weights to the device, in the next
-update, too; later chunks' copies are not waited for. Chunks have disjoint file ranges, so reads and
-writes need no order among them. An update ends when everything is written: between updates the
-buffers are empty, and the file is the state.
+Order and lifetime. Chunk i always uses one of the k buffers, number i mod k. A chunk is read into a
+buffer only after the buffer's previous chunk was written to the file, and after the events behind
+the copies of that chunk's weights to the device; also if that was in the previous update. Copies of
+other chunks are not waited for. Chunks have disjoint file ranges, so reads and writes need no order
+among them. An update ends when everything is written: between updates the buffers are empty, and
+the file is the state.
 
 Rule of ordering: `update-chunks` (docs/engine.md).
 """
@@ -40,12 +42,13 @@ from rayzero.engine.precision.policy import Precision
 from rayzero.engine.tensor_tree import storage_id
 
 IO_LIMIT_S = 600.0  # for one chunk: a disk that takes longer has failed
-_IO_THREADS = 2  # a read and a write side by side
+_IO_THREADS = 2  # a read and a write at the same time
 
 
 class MappedFile:
-    """Owns one unnamed file in a folder, which is created if it is missing. It lives as long as
-    this object, or a tensor in it. Raises ConfigError if no file can be created there."""
+    """Owns one unnamed file in a folder, which is created if it is missing. The file lives as long
+    as this object or a tensor in the file. The constructor raises ConfigError if no file can be
+    created there."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -62,10 +65,10 @@ class MappedFile:
         self._offsets: dict[int, int] = {}  # in bytes, by the address of the storage
 
     def new_tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A mapped flat tensor of zeros. Its disk space is allocated at once. Raises EngineError if
-        the disk is full."""
+        """Returns a mapped flat tensor of zeros. Its disk space is allocated at once. Raises
+        EngineError if the disk is full."""
         size = -(-max(1, numel * dtype.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
-        try:  # a page that cannot be written back later would kill the process
+        try:  # allocated here: a page that cannot be written back later would kill the process
             os.posix_fallocate(self._file.fileno(), self._size_bytes, size)
             memory = mmap.mmap(self._file.fileno(), size, offset=self._size_bytes)
         except OSError as error:
@@ -111,7 +114,7 @@ class MappedFile:
             remaining, offset = remaining[count:], offset + count
 
     def close(self) -> None:
-        """Closes the descriptor. The disk space is freed with the last tensor in it."""
+        """Closes the descriptor. The disk space is freed with the last tensor in the file."""
         self._file.close()
 
     def _io_error(self, what: str, error: OSError | None) -> EngineError:
@@ -124,7 +127,7 @@ class MappedFile:
 
 
 class MetaFile(MappedFile):
-    """No file: its tensors are on the meta device, so that only their sizes exist."""
+    """The file of a memory plan: its tensors are on the meta device, and have only sizes."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, Tensor] = {}  # by the storage's identity
@@ -146,7 +149,8 @@ class MetaFile(MappedFile):
 
 @dataclass
 class _Attached:
-    """A weight (key empty) or one tensor of its state, in the file and in a buffer."""
+    """A weight (`key` is empty) or a tensor of its optimizer state: in the file (`stored`) and in a
+    buffer (`buffered`)."""
 
     weight: Tensor
     key: str
@@ -159,9 +163,9 @@ class _ChunkBuffer:
     """Memory for one chunk: a flat tensor for each kind of state.
 
     Attributes:
-        pending_io: the read or write that uses it.
-        sent: behind the copies to the device that read it.
-        attached: its content.
+        pending_io: the read or write that uses the memory.
+        sent: events behind the copies to the device that read the memory.
+        attached: the tensors in the memory.
     """
 
     memory: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
@@ -170,8 +174,7 @@ class _ChunkBuffer:
     attached: list[_Attached] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Returns when the read or write is over. Raises EngineError if it failed, or took too
-        long."""
+        """Waits for the pending read or write. Raises EngineError if it failed or took too long."""
         pending, self.pending_io = self.pending_io, None
         if pending is None:
             return
@@ -192,8 +195,8 @@ class _ChunkBuffer:
                 entry.weight.data = entry.buffered
 
     def detach(self, state: OptimizerStateMap) -> list[tuple[Tensor, Tensor]]:
-        """Points the optimizer's tensors to the file again; returns what must be written, as
-        (tensor in the file, values)."""
+        """Points the optimizer's tensors to the file again. Returns the pairs (tensor in the file,
+        new values) that must be written."""
         writes = []
         for entry in self.attached:
             if entry.key:
@@ -210,9 +213,9 @@ class NvmeStore(HostStore):
     """State in a file, gradients in host memory.
 
     Args:
-        file: closed with the store.
-        buffers: chunks in memory at a time.
-        chunk_numel: the most elements of a chunk.
+        file: file of the state, which the store closes.
+        buffers: number of chunks in memory at a time.
+        chunk_numel: the maximum number of elements of a chunk.
     """
 
     memory_kind = MemoryKind.DISK
@@ -241,7 +244,7 @@ class NvmeStore(HostStore):
 
     def main_weights(self, original: Tensor, model_weights: Tensor) -> Tensor:
         main = self._precision.main_weights(original, model_weights)
-        if main is model_weights and not self._separate_memory:  # they are in host memory
+        if main is model_weights and not self._separate_memory:  # both are in host memory
             return main
         stored = self._file.new_tensor(main.numel(), main.dtype)
         self._file.write(stored, main.to(stored.device))
@@ -268,7 +271,7 @@ class NvmeStore(HostStore):
                 writes, new_state = buffer.detach(state), self._spill_new_state(chunk, state)
                 buffer.sent = self._send_updated(chunk, current)
                 buffer.pending_io = self._submit(self._file.write, writes + new_state)
-                if new_state:  # its first update
+                if new_state:  # the chunk's first update
                     del new_state, writes
                     _trim_heap()
         finally:
@@ -284,7 +287,7 @@ class NvmeStore(HostStore):
     def _start_read(
         self, buffer: _ChunkBuffer, chunk: UpdateChunk, state: OptimizerStateMap, max_numel: int
     ) -> None:
-        """Starts to read a chunk, as soon as the buffer is free."""
+        """Starts to read a chunk into the buffer, once the buffer is free."""
         buffer.wait()
         for event in buffer.sent:
             event.synchronize()
@@ -306,7 +309,7 @@ class NvmeStore(HostStore):
     def _submit(
         self, copy: Callable[[Tensor, Tensor], None], pairs: Sequence[tuple[Tensor, Tensor]]
     ) -> Future[None]:
-        """A thread calls `copy` with each of these, of tensors in the file and in memory."""
+        """Makes a thread call `copy` with each pair (tensor in the file, tensor in memory)."""
 
         def run() -> None:
             for stored, part in pairs:
@@ -317,7 +320,8 @@ class NvmeStore(HostStore):
     def _spill_new_state(
         self, chunk: UpdateChunk, state: OptimizerStateMap
     ) -> list[tuple[Tensor, Tensor]]:
-        """Allocates file space for state that the optimizer has created in memory."""
+        """Allocates file space for state that the optimizer has created in memory. Returns the
+        pairs (tensor in the file, values) that must be written."""
         writes = []
         for weight in chunk.weights:
             for key, value in _per_element_state(weight, state).items():
@@ -352,7 +356,7 @@ def _trim_heap() -> None:
 
 
 def _per_element_state(weight: Tensor, state: OptimizerStateMap) -> dict[str, Tensor]:
-    """A weight's state with one element per element of the weight, by key."""
+    """Returns, by key, a weight's state that has one element per element of the weight."""
     return {
         key: value
         for key, value in state.get(weight, {}).items()

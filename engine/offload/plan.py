@@ -24,10 +24,11 @@ class Offload:
     """The stores of a run.
 
     Attributes:
-        shard_gather: gathers model weights whose shards are in host memory; None without those.
-        offload_store: of offloaded units; the device's if nothing is offloaded.
-        weights_file: has those shards, with offload_param.device nvme: mapped, so that the kernel
-            reads pages where they are used, and may take them back.
+        shard_gather: gathers model weights whose shards are outside the device; None if there are
+            no such shards.
+        offload_store: store of offloaded units; `device_store` if nothing is offloaded.
+        weights_file: file of the shards of model weights if offload_param.device is nvme. It is
+            mapped, so that the kernel reads its pages when they are used, and may evict them.
         offload_ratio: at least this share of the elements is offloaded, in whole units.
     """
 
@@ -40,19 +41,21 @@ class Offload:
 
     @property
     def separate_memory(self) -> bool:
-        """Whether anything is stored in other memory than the device's."""
+        """Whether anything is stored outside the device's memory."""
         return self.shard_gather is not None or self.offload_store.grad_transfer is not None
 
     def state_stores(self, plans: Sequence[UnitPlan]) -> list[StateStore]:
-        """Each unit's store. The first units are offloaded: their gradients come first, so their
-        copies overlap with the rest of backward."""
+        """Returns each unit's store. The first units are offloaded: their gradients are ready
+        first, so the copies of these gradients overlap with the rest of backward."""
         stores = []
         trained = sum(plan.layout.logical_numel for plan in plans if plan.trainable)
         remaining = self.offload_ratio * trained
         for plan in plans:
-            offloaded = plan.trainable and remaining > 0
-            stores.append(self.offload_store if offloaded else self.device_store)
-            remaining -= plan.layout.logical_numel if offloaded else 0
+            if plan.trainable and remaining > 0:
+                stores.append(self.offload_store)
+                remaining -= plan.layout.logical_numel
+            else:
+                stores.append(self.device_store)
         return stores
 
     @property
@@ -61,7 +64,7 @@ class Offload:
         return self.transfer.staging_bytes + self.offload_store.staging_bytes
 
     def host_shard(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory for a shard of model weights outside the device."""
+        """Allocates a shard of model weights outside the device's memory."""
         if self.weights_file is not None:
             return self.weights_file.new_tensor(numel, dtype)
         return self.transfer.host_zeros(numel, dtype)

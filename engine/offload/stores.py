@@ -6,10 +6,10 @@
 | HostStore | in host memory | in host memory | unit by unit, on the CPU |
 | NvmeStore (`nvme_store`) | in a file | in host memory | chunk by chunk, in a few buffers |
 
-Order of an update. It begins after the vote, because clipping and the inf/nan check need the global
-norm; so it is all or nothing, as without offload. Gradients were copied to the host during
-backward. The CPU updates one chunk while the previous one's weights are copied to the device. An
-update runs no collectives: other ranks' weights are gathered after all chunks.
+Order of an update. An update begins after the step vote, because clipping and the inf/nan check
+need the global norm. So it is all or nothing, as without offload. Gradients were copied to the host
+during backward. The CPU updates one chunk while the previous chunk's weights are copied to the
+device. An update runs no collectives: the weights of other ranks are gathered after all chunks.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from rayzero.engine.offload.transfer import HostTransfer, MemoryKind
 from rayzero.engine.precision.policy import Precision
 from rayzero.engine.tensor_tree import storage_id
 
-OptimizerStateMap = MutableMapping[Tensor, dict[str, Any]]  # a torch optimizer's, by parameter
+OptimizerStateMap = MutableMapping[Tensor, dict[str, Any]]  # a torch optimizer's `state`
 
 
 @dataclass(frozen=True)
 class UpdateChunk:
-    """Weights that are updated at once (DeepSpeed: a sub-group): of one unit, or all on the device.
+    """Weights that are updated together (DeepSpeed: a sub-group): weights of one offloaded unit, or
+    all weights on the device.
 
     Attributes:
         main: all main weights of the (first) unit on this rank.
         weights: the optimizer's parameters, views of `main`.
-        targets: the model weights that are copied from each of them.
+        targets: for each of `weights`, the model weights that are copied from it.
     """
 
     main: Tensor
@@ -49,16 +50,16 @@ class UpdateChunk:
 
 
 class StateStore:
-    """Storage that all units with the same placement share: device memory, as without offload.
+    """Storage that all units with the same placement share; in this class the device's memory.
 
     Args:
-        device: of updates.
-        separate_memory: model weights are in other memory than the memory of updates.
+        device: device that runs the updates.
+        separate_memory: whether model weights are in other memory than that of `device`.
 
     Attributes:
-        memory_kind: of main weights and optimizer state.
+        memory_kind: memory of main weights and optimizer state.
         grad_transfer: copies reduced gradients to host memory; None if they stay on the device.
-        chunk_numel: the most elements of a chunk; None for whole units.
+        chunk_numel: the maximum number of elements of a chunk; None for whole units.
     """
 
     memory_kind = MemoryKind.DEVICE
@@ -73,24 +74,24 @@ class StateStore:
         self._separate_memory = separate_memory
 
     def main_weights(self, original: Tensor, model_weights: Tensor) -> Tensor:
-        """The main weights for a range of model weights; may be the same memory. `original` are the
-        values in the model's own dtype, on the device."""
+        """Returns the main weights for a range of model weights; they may share memory. `original`
+        has the values in the model's own dtype, on the device."""
         main = self._precision.main_weights(original, model_weights)
         return original.clone() if self._separate_memory and main is model_weights else main
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of optimizer state in this storage."""
+        """Allocates a tensor of optimizer state in this storage."""
         return torch.zeros(numel, dtype=dtype, device=self._device)
 
     def update_chunks(
         self, chunks: Sequence[UpdateChunk], state: OptimizerStateMap
     ) -> Iterator[int]:
-        """Yields chunk indices; each chunk must be updated before the next is requested. Meanwhile
-        its weights and state are in memory."""
+        """Yields chunk indices. Each chunk must be updated before the next index is requested;
+        until then the chunk's weights and state are in memory."""
         yield from range(len(chunks))
 
     def copy_to_model(self, main: Tensor, model_weights: Tensor) -> None:
-        """Copies main weights to model weights, unless the update has done so."""
+        """Copies main weights to model weights, unless the update has done this already."""
         if self._separate_memory:
             # Host memory is pinned, and read only by copies to the device on this stream, or on one
             # that waits for it (`HostShardGather`).
@@ -108,7 +109,7 @@ class StateStore:
 
 
 class HostStore(StateStore):
-    """Host memory: pinned if a GPU reads it."""
+    """Storage in host memory, which is pinned if a GPU reads it."""
 
     memory_kind = MemoryKind.HOST
 
@@ -117,7 +118,7 @@ class HostStore(StateStore):
     ) -> None:
         super().__init__(precision, torch.device("cpu"), separate_memory=separate_memory)
         self._transfer = transfer
-        self._sent: set[int] = set()  # by the main weights' identity
+        self._sent: set[int] = set()  # ids of main weights that updates copied to the model
         self.grad_transfer = transfer if transfer.separate_memory else None
 
     def main_weights(self, original: Tensor, model_weights: Tensor) -> Tensor:
@@ -145,8 +146,8 @@ class HostStore(StateStore):
         self._transfer.sync_compute()
 
     def _send_updated(self, chunk: UpdateChunk, weights: Sequence[Tensor]) -> list[Event]:
-        """Starts to copy an updated chunk to its model weights; after the events `weights` may be
-        overwritten."""
+        """Starts to copy an updated chunk to its model weights. `weights` may be overwritten after
+        the returned events."""
         pairs = zip(weights, chunk.targets, strict=True)
         events = [self._copy_to_model(weight.detach(), target) for weight, target in pairs]
         self._sent.add(id(chunk.main))

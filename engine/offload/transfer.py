@@ -1,4 +1,4 @@
-"""Copies between a device and host memory, their streams, and when buffers may be reused.
+"""Copies between a device and host memory: their streams, and when their buffers may be reused.
 
 Rules of ordering: `d2h-after-reduce`, `host-gather` (docs/engine.md).
 """
@@ -33,8 +33,8 @@ class HostTransfer:
     every copy is synchronous; `StreamTransfer` is for GPUs.
 
     Attributes:
-        separate_memory: host memory is not the device's memory. On a CPU it is, except in tests and
-            measurements: then gradients need no copy, and `h2d` only casts.
+        separate_memory: whether the device has memory of its own. False on a CPU, except in tests
+            and measurements. If false, gradients need no copy, and `h2d` only casts.
         staging_bytes: host memory of intermediate copies.
     """
 
@@ -48,15 +48,15 @@ class HostTransfer:
     def d2h(
         self, arrives: ChainableWork, source: Tensor, target: Tensor, *, add: bool, early: bool
     ) -> Work:
-        """Copies device to host as soon as `arrives` is complete: `source` replaces `target`, or is
-        added to it.
+        """Copies from device to host as soon as `arrives` is complete: `source` replaces `target`,
+        or is added to it (`add`).
 
-        Only `wait_d2h` guarantees that the data is in host memory, not the returned work's `wait`.
-        After its `release`, kernels that are enqueued may overwrite `source`.
+        Only `wait_d2h` guarantees that the data is in host memory; the returned work's `wait` does
+        not. Kernels that are enqueued after the work's `release` may overwrite `source`.
 
-        `early`: `arrives` is a single collective, whose `wait` may be called at once and on the
-        copy's stream, so that the GPU keeps computing. A compressed reduction runs kernels of its
-        own and must be waited for first.
+        `early` means that `arrives` is a single collective. Its `wait` may then be called at once
+        and on the copy's stream, so that the GPU keeps computing. A compressed reduction, which
+        runs kernels of its own, must be waited for before the copy.
         """
         return arrives.then(lambda: copy_or_add_(target, source, add=add))
 
@@ -64,8 +64,9 @@ class HostTransfer:
         """Returns when every copy whose work was waited for is in host memory."""
 
     def h2d(self, source: Tensor, target: Tensor) -> Event:
-        """Copies host to device, cast to the target's dtype. `source` may be overwritten only after
-        the event, or `wait_h2d`; kernels enqueued after `sync_compute` see the target."""
+        """Copies from host to device, cast to the target's dtype. `source` may be overwritten only
+        after the returned event, or after `wait_h2d`. Kernels that are enqueued after
+        `sync_compute` see the new values of `target`."""
         target.copy_(source)
         return Event()
 
@@ -73,23 +74,25 @@ class HostTransfer:
         """Returns when the sources of all host-to-device copies may be overwritten."""
 
     def sync_compute(self) -> None:
-        """Everything enqueued from now on sees all host-to-device copies."""
+        """Makes everything that is enqueued from now on run after all host-to-device copies."""
 
     def side_stream(self) -> AbstractContextManager[None]:
-        """Copies and collectives launched inside overlap with computation, after what was enqueued
-        so far. The collective's own `wait`, or `sync_compute`, waits for their results."""
+        """Returns a context: copies and collectives launched in it overlap with later computation.
+        They run after everything that was enqueued before. A collective's `wait`, or
+        `sync_compute`, waits for their results."""
         return nullcontext()
 
 
 @dataclass
 class _D2HCopy(Work):
-    """A copy to the host. Nothing on the device reads it, so `wait` is that of the reduction.
+    """A copy to the host. No kernel reads the copy, so `wait` waits only for the reduction.
 
     Attributes:
-        device: of `source`.
-        staging: added to `target` when the copy is complete; None if it goes there directly.
-        done: recorded behind the copy; None before it has started.
-        reduced: what the host must wait for before the copy starts.
+        device: device of `source`.
+        staging: the copy's destination, which is added to `target` when the copy is complete; None
+            if `target` is the destination.
+        done: event behind the copy; None before the copy has started.
+        reduced: the reduction, if the host must wait for it before the copy starts.
     """
 
     device: Device
@@ -110,18 +113,18 @@ class _D2HCopy(Work):
 
 
 class StreamTransfer(HostTransfer):
-    """A device with streams, such as a GPU, with pinned host memory. One stream per direction, so
-    that the two do not queue behind each other.
+    """Transfer of a device with streams, such as a GPU, and pinned host memory. Each direction has
+    a stream, so that copies of one direction do not queue behind those of the other.
 
     Order. A copy starts after what was enqueued on the compute stream before it (`wait_stream`). A
-    device-to-host copy also waits, on its own stream, for its collective, so computation continues.
-    Readers on the host wait for the copy's event (`wait_d2h`, `wait_h2d`); before later kernels
-    use a buffer, the compute stream waits for it (`release`, `sync_compute`). All tensors live as
-    long as the engine, so `record_stream` is not needed.
+    device-to-host copy also waits for its collective, on the copy's stream, so that computation
+    continues. Readers on the host wait for the copy's event (`wait_d2h`, `wait_h2d`). Before later
+    kernels use a buffer, the compute stream waits for the copy (`release`, `sync_compute`). All
+    tensors live as long as the engine, so `record_stream` is not needed.
 
     A host-to-device copy to another dtype is cast on the CPU, in parts, into two pinned buffers
-    in turn: on the device it would need the bytes of the wider dtype, on the way and in memory. A
-    buffer is written again after the event behind its copy.
+    in turn. A cast on the device would transfer and allocate the bytes of the wider dtype. A buffer
+    is written again only after the event behind its copy.
     """
 
     def __init__(self, device: Device) -> None:
@@ -173,7 +176,7 @@ class StreamTransfer(HostTransfer):
         return self._device.use_stream(self._h2d_stream)
 
     def _cast_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """One of two buffers, after its previous copy."""
+        """Returns one of two pinned buffers, once the previous copy from it has completed."""
         if len(self._casts) == 2:
             buffer, copied = self._casts.popleft()
             copied.synchronize()
@@ -205,7 +208,8 @@ class StreamTransfer(HostTransfer):
             self._free_staging.append(copy.staging)
 
     def _acquire_staging(self, source: Tensor) -> Tensor:
-        """Pinned memory as long as `source`; waits for an older copy before a third is made."""
+        """Returns pinned memory of at least the size of `source`. At most two such buffers are in
+        use: waits for an older copy if there are two."""
         while sum(copy.staging is not None for copy in self._pending_d2h) >= 2:
             self._wait_oldest_d2h()
         for index, staging in enumerate(self._free_staging):
@@ -217,21 +221,21 @@ class StreamTransfer(HostTransfer):
 
 
 def make_transfer(device: torch.device) -> HostTransfer:
-    """The transfer between host memory and a device."""
-    own = get_device(device)
-    if own.asynchronous:
-        return StreamTransfer(own)
-    return HostTransfer(separate_memory=own.separate_memory)
+    """Returns the transfer between host memory and a device."""
+    target = get_device(device)
+    if target.asynchronous:
+        return StreamTransfer(target)
+    return HostTransfer(separate_memory=target.separate_memory)
 
 
 class HostShardGather:
     """Gathers shards from host memory: copies them to the device, then all-gathers, both overlapped
     with computation.
 
-    Order. The copy starts after everything enqueued on the compute stream, so kernels that read
-    the buffer's previous block are done; and after `release` of the buffer's previous gather, so
-    no other rank reads it. From a mapped file (`memory_kind` DISK), which is not page-locked, the
-    host waits in the copy until its bytes have been read.
+    Order. The copy starts after everything enqueued on the compute stream, so kernels that read the
+    buffer's previous weights are done; and after `release` of the buffer's previous gather, so no
+    other rank reads the buffer. A mapped file (`memory_kind` DISK) is not page-locked, so the host
+    waits in the copy until the bytes have been read from the file.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""The engine's state as named ranges: everything that saves, moves or loads goes through here."""
+"""The engine's state as named ranges: all saving, moving and loading uses this folder."""

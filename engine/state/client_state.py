@@ -1,5 +1,5 @@
-"""JSON encoding of a script's own values: `client_state` of a checkpoint, and what is registered
-with a `StateRegistry`. No pickle involved."""
+"""JSON encoding of a script's own values: a checkpoint's `client_state`, and values in a
+`StateRegistry`. Uses no pickle."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from rayzero.engine.errors import EngineError
 from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, dtype_name
 
 MAX_ARRAY_BYTES = 4 << 20
-"""Maximum size of a tensor or array, since a checkpoint's JSON part is read as a whole."""
+"""Maximum size of a tensor or array, because a checkpoint's JSON part is read as a whole."""
 
 MAX_DEPTH = 100
-"""Limit on values inside values; Python's own is that of its stack."""
+"""Maximum nesting of values. Without it, the limit would be Python's stack."""
 
 _TYPE_TAG = "__rayzero__"
 _ALLOWED_TYPES = (
@@ -31,11 +31,11 @@ _ALLOWED_TYPES = (
 )
 
 PlaceArray: TypeAlias = Callable[[np.ndarray[Any, Any], str], Any]
-"""Keeps an array's bytes, given its path in the value. Returns a JSON value that tells where."""
+"""Stores the bytes of (array, its path in the value). Returns a JSON value to find them by."""
 
 
 def place_in_json(array: np.ndarray[Any, Any], where: str) -> str:
-    """The bytes as text. Raises EngineError for more than `MAX_ARRAY_BYTES`."""
+    """Returns the bytes as base64. Raises EngineError for more than `MAX_ARRAY_BYTES`."""
     if array.nbytes > MAX_ARRAY_BYTES:
         raise EngineError(
             f"{where} has {array.nbytes} bytes",
@@ -51,9 +51,9 @@ def encode_client_state(
     place: PlaceArray = place_in_json,
     outer: tuple[int, ...] = (),
 ) -> Any:
-    """Encode `value` as JSON; types that JSON lacks become objects with a type tag. Raises
-    EngineError, with its path, if a value's type is not supported, or it contains itself.
-    `outer`: the ids of the values that this one is in."""
+    """Encodes `value` as JSON; types that JSON lacks become objects with a type tag. Raises
+    EngineError, with the path `where`, if a value's type is not supported or a value contains
+    itself. `outer` has the ids of the values that contain this one."""
     kind = type(value)
     if value is None or kind in (bool, int, str) or (kind is float and isfinite(value)):
         return value
@@ -74,7 +74,8 @@ def encode_client_state(
     if kind in (dict, OrderedDict):
         if all(type(key) is str and key != _TYPE_TAG for key in value):
             return {key: inner(item, f"[{key!r}]") for key, item in value.items()}
-        pairs = [[inner(key, ": a key"), inner(it, f"[{key!r:.40}]")] for key, it in value.items()]
+        items = value.items()
+        pairs = [[inner(key, ": a key"), inner(item, f"[{key!r:.40}]")] for key, item in items]
         return {_TYPE_TAG: "dict", "value": pairs}
     if kind in (tuple, torch.Size, set, frozenset):
         tag = "tuple" if kind in (tuple, torch.Size) else "set"
@@ -108,11 +109,11 @@ def _is_storable(value: Tensor) -> bool:
 
 
 FetchArray: TypeAlias = Callable[[Any], bytes | memoryview]
-"""The bytes of what `PlaceArray` has returned."""
+"""Returns the bytes that a `PlaceArray` stored, given the value that it returned."""
 
 
 def decode_client_state(value: Any, fetch: FetchArray = b64decode) -> Any:
-    """Decode `encode_client_state`: tensors on the CPU, frozen sets as sets."""
+    """Decodes what `encode_client_state` returned: tensors on the CPU, frozen sets as sets."""
     if isinstance(value, list):
         return [decode_client_state(item, fetch) for item in value]
     if not isinstance(value, dict):

@@ -1,18 +1,19 @@
 """Error feedback residuals of gradient compression as named ranges, and state that is equal on all
 ranks.
 
-Summed over all ranks they are the gradient that has not been applied yet; every change of world
-size preserves that sum.
+The sum of the residuals over all ranks is the gradient that has not been applied yet. Every change
+of world size preserves this sum.
 
 | name | contents | held by |
 |---|---|---|
 | `residual.terms.<rank>/<parameter>` | compression error of that rank's gradients | that rank |
 | `residual.sum/<parameter>` | compression error of the sums (stage 0) | each rank its shard |
-| `lowrank/<parameter>` | the last right factor | all; saved by rank 0 |
+| `lowrank/<parameter>` | the latest right factor | all ranks; saved by rank 0 |
 
-With W ranks now, rank r loads the local residuals of saved ranks r, r + W, r + 2 W, ...: its own
-bit for bit at the same W, a sum in a smaller world; in a larger world some ranks start with zero.
-Residuals of sums are resharded like other tensors, or added to the local ones if this run has none.
+In a world of W ranks, rank r loads the sum of the local residuals of the saved ranks r, r + W,
+r + 2 W, ... With an unchanged W these are its own residuals, bit for bit; in a larger world some
+ranks start with zero. Residuals of sums are resharded like other tensors, or are added to the local
+residuals if this run has no residuals of sums.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _LOCAL_PATTERN = re.compile(r"residual\.terms\.(\d+)/")
 def residual_ranges(
     runtime: ZeroRuntime, optimizer: ShardedOptimizer, *, owned: bool
 ) -> list[StateRange]:
-    """The residuals that this rank saves; no other rank saves them. What is equal on all ranks is
-    in rank 0's share only (`owned`)."""
+    """Returns the residuals of this rank, which no other rank saves, and state that is equal on all
+    ranks. With `owned`, only rank 0 returns the latter."""
     rank = runtime.collectives.rank
     parts = []
     for residuals in runtime.grad_reduction.residuals:
@@ -49,7 +50,8 @@ def residual_ranges(
         if residuals.reduced is not None:
             parts.append(_reduced_range(residuals.unit, residuals.reduced))
     if rank == 0 or not owned:
-        parts += [whole_tensor_range(*each) for each in _replicated_state(runtime, optimizer)]
+        replicated = _replicated_state(runtime, optimizer)
+        parts += [whole_tensor_range(name, value) for name, value in replicated]
     return parts
 
 
@@ -66,10 +68,9 @@ def load_residuals(
     held: Mapping[str, LogicalTensor],
     source: StateSource,
 ) -> None:
-    """Load residuals saved by any number of ranks. `held` has every logical tensor of the source.
+    """Loads residuals saved by any number of ranks. `held` has every logical tensor of the source.
 
-    Tensors that are equal on all ranks keep their initial value if they were saved in another
-    shape.
+    Tensors that are equal on all ranks keep their initial values if the saved shapes differ.
     """
     reduction = runtime.grad_reduction
     saved = sorted({int(match[1]) for name in held if (match := _LOCAL_PATTERN.match(name))})
@@ -103,7 +104,7 @@ def load_residuals(
 def _add_saved(
     target: Tensor, landing: StateRange, held: Mapping[str, LogicalTensor], source: StateSource
 ) -> None:
-    """Add the ranges of `landing` that the source holds to `target`."""
+    """Adds the ranges of `landing` that the source holds to `target`."""
     ranges = tuple(part for part in landing.ranges if part.name in held)
     if ranges:
         read_ranges([replace(landing, ranges=ranges)], source)

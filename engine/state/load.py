@@ -31,15 +31,15 @@ from rayzero.engine.zero.runtime import ZeroRuntime
 
 log = logging.getLogger("rayzero.engine")
 
-_PROBE_SHAPE = (2, 2)  # of an optimizer's weight: a matrix, which some need
+_PROBE_SHAPE = (2, 2)  # of the weight in `_kept_keys`: some optimizers need a matrix
 
 
 def rename_to_model(source: TensorSource, model: nn.Module) -> None:
-    """Rename the tensors of a weights file to the names of the model's state.
+    """Renames the tensors of a weights file to the names of the model's state.
 
-    Such a file may hold a tied parameter under any or several of its names, and buffers among the
-    weights. In the state a parameter has its first name, and buffers have their own kind. Unknown
-    names are left unchanged; buffers that are not in the model's state dict are dropped.
+    The file may have a tied parameter under any of its names, or several, and does not tell buffers
+    from weights. In the state a parameter has its first name, and buffers have their own kind.
+    Unknown names are left unchanged; buffers that are not in the model's state dict are dropped.
     """
     first = {id(param): name for name, param in model.named_parameters()}
     names: dict[str, str | None] = {
@@ -57,12 +57,12 @@ class LoadOptions:
     """Parts of a state to load.
 
     Attributes:
-        strict: the state's weights must be exactly the model's; otherwise load those in both.
+        strict: require that state and model have the same weights; otherwise load those in both.
         optimizer: load the optimizer's state; otherwise it is left unchanged.
         scheduler: load the scheduler's state.
         progress: load step, sample cursor and random-number generators.
         optimizer_options: load the optimizer's options, such as lr, even without a scheduler;
-            otherwise this shard's config sets them.
+            otherwise this run's config sets them.
     """
 
     strict: bool = True
@@ -83,12 +83,12 @@ def load_tensors(
     source: StateSource,
     options: LoadOptions = LOAD_ALL,
 ) -> bool:
-    """Load this rank's weights, buffers and optimizer state; whether the last was loaded. Not
-    collective.
+    """Loads this rank's weights, buffers and optimizer state; returns whether optimizer state was
+    loaded. Not collective.
 
-    Buffers that the source lacks keep their values, as do frozen parameters if it was saved without
-    them. The optimizer starts from its initial state if the source has weights only; the state of
-    a weight that was frozen in the source starts at zero, at its group's step.
+    Buffers that the source lacks keep their values, and so do frozen parameters if the source was
+    saved without them. The optimizer starts from its initial state if the source has only weights.
+    The optimizer state of a weight that was frozen in the source is zero, at its group's step.
 
     Raises:
         CheckpointMismatchError: the source is of another model or optimizer.
@@ -112,13 +112,14 @@ def load_tensors(
         },
     )
     if options.optimizer:
-        if other := find_other_state(optimizer, source):
+        if difference := find_other_state(optimizer, source):
             options = replace(options, optimizer=False)
             if runtime.collectives.rank == 0:
-                log.warning("%s: it is left out, and the optimizer starts anew", other)
+                text = "%s: it is not loaded, and the optimizer starts from its initial state"
+                log.warning(text, difference)
         reset_state(optimizer.torch_optimizer)
     parts = [
-        replace(part, ranges=tuple(one for one in part.ranges if one.name not in absent))
+        replace(part, ranges=tuple(held for held in part.ranges if held.name not in absent))
         for part in state_ranges(model, runtime, optimizer, owned=False)
         if options.optimizer or not part.is_optimizer_state
     ]
@@ -138,7 +139,7 @@ def _find_absent(
     source: StateSource,
     options: LoadOptions,
 ) -> set[str]:
-    """Tensors of the model that the source lacks and that need not be loaded."""
+    """Returns the tensors of the model that the source lacks and that need not be loaded."""
     frozen = set[str]()
     if source.metadata(0).get("frozen") is False:
         names = model.named_parameters(remove_duplicate=False)
@@ -158,8 +159,9 @@ def _find_absent(
 
 
 def _model_tensors(model: nn.Module, runtime: ZeroRuntime) -> dict[str, LogicalTensor]:
-    """Every weight and buffer of the model, on whichever rank. Not a frozen parameter that the
-    model got after `initialize`: it is in no state, and keeps the values that the script gave."""
+    """Returns every weight and buffer of the model, whichever rank holds it, except for frozen
+    parameters that the model got after `initialize`. Those are in no state, and keep the values
+    that the script set."""
     tensors = {
         f"weights/{name}": _logical(param.dtype, param.shape)
         for name, param in model.named_parameters()
@@ -181,8 +183,8 @@ def _logical(dtype: torch.dtype, shape: Sequence[int]) -> LogicalTensor:
 
 
 def _newly_trained(optimizer: ShardedOptimizer, source: StateSource) -> set[str]:
-    """The parameters that this optimizer updates, and that of a source which lists its own did
-    not."""
+    """Returns the parameters that this optimizer updates and the saved one did not; none if the
+    source does not list the parameters that were updated."""
     groups = source.metadata(0).get("groups") or ()
     listed = {name for group in groups for name in group.get("params", ())}
     names = _trained_names(optimizer.shards) - listed if listed else set[str]()
@@ -212,13 +214,15 @@ def make_optimizer_state(
     source: StateSource,
     thawed: Container[str] = (),
 ) -> list[StateRange]:
-    """Create the state tensors that the source has for a shard's group; those to be read.
+    """Creates the optimizer state tensors of a shard, and returns the ranges that must be read.
 
-    By group, not by parameter: a shard may consist of padding only, or of parameters `thawed`.
+    The state has the keys that the source has for the parameters of the shard's group, not only for
+    those of the shard, which may consist of padding, or of parameters that were frozen (`thawed`).
     """
     names = _trained_names([shard])
     if all(name in thawed for name in names):
-        names = _trained_names([it for it in optimizer.shards if it.group == shard.group])
+        same_group = [other for other in optimizer.shards if other.group == shard.group]
+        names = _trained_names(same_group)
     keys: dict[str, torch.dtype] = {}
     for full_name, tensor in held.items():
         kind, _, name = full_name.partition("/")
@@ -232,16 +236,16 @@ def make_optimizer_state(
         if value is None:
             value = shard.unit.state_store.zeros(shard.weight.numel(), dtype)
             read = optimizer_range(shard, key, value)
-            own = tuple(it for it in read.ranges if it.name.partition("/")[2] not in thawed)
-            ranges.append(replace(read, ranges=own))
+            saved = tuple(part for part in read.ranges if part.name.partition("/")[2] not in thawed)
+            ranges.append(replace(read, ranges=saved))
         optimizer.torch_optimizer.state[shard.weight][key] = value
     return ranges
 
 
 def find_other_state(optimizer: ShardedOptimizer, source: StateSource) -> str:
-    """Describes what is left out of the saved state, as that of another optimizer; empty if nothing
-    is. The same on every rank. Raises CheckpointMismatchError where the config does not allow
-    that."""
+    """Describes why the saved optimizer state cannot be loaded, because it is of another optimizer;
+    empty if it can. The same on every rank. Raises CheckpointMismatchError if it cannot, unless the
+    config allows to leave it out (`other_optimizer_state`)."""
     groups = optimizer.torch_optimizer.param_groups
     saved = _saved_keys(source)
     if not saved or not groups or _has_same_options(groups, source.metadata(0).get("groups")):
@@ -268,18 +272,19 @@ def find_other_state(optimizer: ShardedOptimizer, source: StateSource) -> str:
 def _saved_keys(source: StateSource) -> set[str]:
     names = (name for index in source.block_indexes for name in index.tensors)
     kinds = {name.partition("/")[0] for name in names}
-    return {it.removeprefix("optimizer.") for it in kinds if it.startswith("optimizer.")}
+    return {kind.removeprefix("optimizer.") for kind in kinds if kind.startswith("optimizer.")}
 
 
 def _has_same_options(groups: Iterable[Mapping[str, Any]], saved: Any) -> bool:
-    """Whether the saved groups have the options of these groups, switched on and off alike: then
-    the state has the same parts, whose number may grow during training."""
-    documents = [dict(it.get("options", {})) for it in saved or ()]
+    """Returns whether each group has a saved group with the same options switched on. The optimizer
+    then keeps the same state, of which some parts may only appear during training."""
+    documents = [dict(group.get("options", {})) for group in saved or ()]
     return all(_switches(group) in map(_switches, documents) for group in groups)
 
 
 def _switches(options: Mapping[str, Any]) -> dict[str, bool]:
-    """Options with numbers, such as momentum, are switches too: without it there is no state."""
+    """Returns which options are on. Numbers count, too: without momentum, for example, there is no
+    momentum buffer."""
     left_out = {*KERNEL_OPTIONS, "params", "lr", "initial_lr", "weight_decay"}
     return {
         key: bool(value)
@@ -289,12 +294,12 @@ def _switches(options: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _kept_keys(optimizer: torch.optim.Optimizer) -> set[str] | None:
-    """The parts of the state that the optimizer keeps for each weight, found by a step of a copy
-    on four numbers a group; None if it cannot step them."""
+    """Returns the keys of the state tensors that the optimizer keeps for each weight: those that a
+    copy of it creates in a step on one small weight for each group. None if that step fails."""
     weights = [nn.Parameter(torch.ones(_PROBE_SHAPE)) for _ in optimizer.param_groups]
     copy = object.__new__(type(optimizer))
     copy.__dict__.update(optimizer.__dict__)
-    copy.__dict__.pop("step", None)  # a scheduler's, of the original
+    copy.__dict__.pop("step", None)  # a scheduler's wrapper, bound to the original
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     copy.__dict__.update({name: OrderedDict() for name in hooks})
     copy.state = defaultdict(dict)

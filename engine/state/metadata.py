@@ -31,7 +31,7 @@ KERNEL_OPTIONS = {"fused", "foreach", "capturable", "differentiable"}
 
 
 def optimizer_metadata(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
-    """Each parameter group's options and the scalars of its optimizer state, for `encode`.
+    """Returns each parameter group's options and the scalars of its optimizer state, for `encode`.
 
     Scalars (`step`) are equal for all parameters of a group, so they are read from the first shard.
     A rank without a shard of a group omits `scalars`.
@@ -53,9 +53,9 @@ def optimizer_metadata(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
 def restore_optimizer_metadata(
     optimizer: ShardedOptimizer, source: StateSource, *, keep_options: bool
 ) -> None:
-    """Restore the scalars of every shard, and the groups' options. `keep_options` keeps options
-    such as lr of this run's config; with a scheduler, which changes them during training, they are
-    restored."""
+    """Restores the scalars of every shard, and the groups' options. With `keep_options`, options
+    such as lr keep the values of this run's config. They must be restored if there is a scheduler,
+    which changes them during training."""
     ranks = range(len(source.block_indexes))
     documents = [source.metadata(rank).get("groups") or () for rank in ranks]
     for number, group in enumerate(optimizer.torch_optimizer.param_groups):
@@ -71,13 +71,13 @@ def restore_optimizer_metadata(
         if saved and not keep_options:
             options = saved[0]["options"]
             for key in options.keys() - KERNEL_OPTIONS:
-                is_tuple = isinstance(group.get(key), tuple)  # which JSON does not have
+                is_tuple = isinstance(group.get(key), tuple)  # JSON has no tuples
                 group[key] = tuple(options[key]) if is_tuple else options[key]
 
 
 @contextmanager
 def damaged_unless_valid(part: str) -> Iterator[None]:
-    """Converts errors of decoding a part of a saved state: it is not what was encoded."""
+    """Converts errors of decoding a part of a saved state to a DataError that names the part."""
     try:
         yield
     except CONTENT_ERRORS as error:
@@ -85,7 +85,7 @@ def damaged_unless_valid(part: str) -> Iterator[None]:
 
 
 def scheduler_metadata(scheduler: Scheduler | None) -> dict[str, Any] | None:
-    """A scheduler's state, without the values that JSON cannot represent."""
+    """Returns a scheduler's state, without the values that JSON cannot represent."""
     if scheduler is None or not hasattr(scheduler, "state_dict"):
         return None
     state = scheduler.state_dict()
@@ -106,7 +106,8 @@ def restore_scheduler(scheduler: Scheduler | None, state: dict[str, Any] | None)
 def name_metadata(
     model: nn.Module, runtime: ZeroRuntime
 ) -> tuple[dict[str, Any], dict[int, list[str]]]:
-    """Collects for exports tied names and each model weight's dtype, and each group's names."""
+    """Returns metadata for exports: tied names and the dtypes of model weights; and the names of
+    the parameters in each group."""
     first: dict[int, str] = {}
     ties = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -125,7 +126,7 @@ def name_metadata(
 
 
 def encode(document: dict[str, Any]) -> bytes:
-    """JSON, as UTF-8. Reads tensors of one element from their device, which the host waits for."""
+    """Encodes as JSON, in UTF-8. Reads scalar tensors, so the host waits for their device."""
     return json.dumps(document, separators=(",", ":"), default=_scalar_to_json).encode()
 
 
@@ -136,7 +137,7 @@ def _scalar_to_json(value: Any) -> Any:
 
 
 def _scalar_from_json(key: str, saved: Any, group: dict[str, Any], device: torch.device) -> Any:
-    """A saved scalar as the optimizer keeps it: `step` on the CPU unless a kernel reads it."""
+    """Decodes a scalar of optimizer state. `step` is on the CPU unless a kernel reads it."""
     scalar = scalar_from_json(saved)
     on_cpu = key == "step" and not group.get("fused") and not group.get("capturable")
     return scalar.to(device) if isinstance(scalar, Tensor) and not on_cpu else scalar
@@ -151,7 +152,7 @@ def _is_json(value: Any) -> bool:
 
 
 def capture_rng(device: torch.device) -> dict[str, Any]:
-    """States of the generators of torch, its device, Python and NumPy."""
+    """Returns the states of the generators of torch, the device, Python and NumPy."""
     version, words, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state(legacy=True)
     states = {
@@ -165,7 +166,7 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng(states: dict[str, Any], device: torch.device) -> None:
-    """Restore generator states from `capture_rng`; a missing device state is left unchanged."""
+    """Restores the states that `capture_rng` returned. A missing device state changes nothing."""
     torch.set_rng_state(torch.from_numpy(_decode(states["torch"], np.uint8)))
     version, words, gauss = states["python"]
     random.setstate((version, tuple(_decode(words, np.uint64).tolist()), gauss))
@@ -176,7 +177,7 @@ def restore_rng(states: dict[str, Any], device: torch.device) -> None:
 
 
 def fork_rng(states: dict[str, Any], rank: int, device: torch.device) -> None:
-    """Seed the generators of a rank without a saved state from another rank's state."""
+    """Seeds the generators of a rank that has no saved state, from another rank's state."""
     seed = xxhash.xxh3_64_intdigest(b64decode(states["torch"]), seed=rank)
     torch.manual_seed(seed % 2**63)
     random.seed(seed)

@@ -1,8 +1,8 @@
-"""Ranges of the training state that one rank holds: views of its tensors, and names.
+"""Ranges of the training state that one rank holds: views of its tensors, and their names.
 
 Names: `weights/<parameter>` (main weights; model weights of frozen parameters),
-`optimizer.<key>/<parameter>`, `buffers/<name>`; `error_feedback` has those of residuals. All are
-logical tensors, the same at every stage and world size.
+`optimizer.<key>/<parameter>`, `buffers/<name>`; `error_feedback` has the names of residuals. All
+name logical tensors, which are the same at every stage and world size.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from rayzero.engine.precision.dtypes import DTYPE_BY_NAME, dtype_name
 from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.unit import Unit
 
-ALIGN_BYTES = 128  # of a part in a block, for copies and for views of any dtype
-STAGING_BYTES = 64 * 2**20  # of each of the two buffers of a read into a device
-CAST_BYTES = 16 * 2**20  # of the buffer of a read into another dtype
+ALIGN_BYTES = 128  # alignment of a range in a block, for copies and for views of any dtype
+STAGING_BYTES = 64 * 2**20  # size of each of the two buffers for reads to a device
+CAST_BYTES = 16 * 2**20  # size of the buffer for reads into another dtype
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class StateRange:
     Attributes:
         memory: flat view of the engine's memory.
         ranges: the ranges of logical tensors in it; offsets count its elements.
-        shapes: the full shape of each logical tensor in it.
-        constant: whether training never changes it.
-        volatile: whether forward or backward change it, not only updates.
+        shapes: the full shape of each logical tensor in `ranges`.
+        constant: whether training never changes the memory.
+        volatile: whether forward or backward change the memory, not only updates.
     """
 
     memory: Tensor
@@ -50,7 +50,7 @@ class StateRange:
 
     @property
     def is_weights(self) -> bool:
-        """Whether it is of weights, also of frozen ones, or of buffers."""
+        """Whether this is a range of weights, frozen ones included, or of buffers."""
         return self.constant or any(is_weight(held.name) for held in self.ranges)
 
     @property
@@ -60,23 +60,23 @@ class StateRange:
 
 @dataclass(frozen=True)
 class StateBlock:
-    """Ranges in sequence in one block of bytes, constant ones first, then the other weights and
-    buffers. `offsets` are those of `ranges`, in bytes."""
+    """Ranges in sequence in one block of bytes: constant ones first, then the other weights and
+    buffers, then the rest. `offsets` are the places of `ranges` in the block, in bytes."""
 
     index: BlockIndex
     ranges: Sequence[StateRange]
     offsets: Sequence[int]
 
     def copy_to(self, memory: memoryview, *, constants: bool) -> None:
-        """Copy the ranges to `index.nbytes` bytes, constant ones only if `constants`."""
+        """Copies the ranges to `index.nbytes` bytes, constant ones only if `constants`."""
         for part, target, _ in self.targets(memory, constants=constants):
             target.copy_(part.memory)
 
     def targets(
         self, memory: memoryview, *, constants: bool
     ) -> Iterator[tuple[StateRange, Tensor, int]]:
-        """The ranges that `copy_to` copies, the views of `memory` that they are copied to, and the
-        offset behind them."""
+        """Yields each range that `copy_to` copies, the view of `memory` that is its destination,
+        and the offset behind that."""
         for part, offset in zip(self.ranges, self.offsets, strict=True):
             if constants or not part.constant:
                 dtype, count = part.memory.dtype, part.memory.numel()
@@ -87,8 +87,8 @@ class StateBlock:
 def state_ranges(
     model: nn.Module, runtime: ZeroRuntime, optimizer: ShardedOptimizer, *, owned: bool
 ) -> list[StateRange]:
-    """The state that this rank holds, or its own share of it (`owned`): over all ranks every
-    element occurs exactly once in the shares.
+    """Returns the state that this rank holds, or (`owned`) this rank's share. In the shares of all
+    ranks together, every element occurs exactly once.
 
     Includes optimizer state once it exists: torch creates it at the first update.
     """
@@ -106,7 +106,7 @@ def state_ranges(
 
 
 def weights_range(unit: Unit, within: slice | None = None) -> StateRange:
-    """A unit's main weights, or the model weights of a frozen one, on this rank."""
+    """Returns this rank's main weights of a unit; the model weights if the unit is frozen."""
     if unit.main_weights is not None:
         return range_of_unit(unit.layout, "weights", unit.main_weights, unit.owned, within)
     model_weights = unit.weights.owned_range(unit.shard)
@@ -123,8 +123,8 @@ def optimizer_range(
 def read_ranges(
     parts: Sequence[StateRange], source: StateSource, held: HeldRanges | None = None
 ) -> None:
-    """Read ranges from the blocks that hold them, in the order in which they are stored. `held`:
-    the ranges of the source's blocks, if they are indexed already."""
+    """Reads ranges from the blocks that hold them, in the order in which they are stored. `held`
+    has the ranges of the source's blocks, if the caller has indexed them already."""
     targets = {wanted: part for part in parts for wanted in part.ranges}
     indexes = source.block_indexes
     held = held or HeldRanges([index.ranges for index in indexes])
@@ -150,7 +150,7 @@ def read_ranges(
 
 
 class _Read(NamedTuple):
-    """Elements of a block, of `dtype` there, and the flat tensor that they are read into."""
+    """A read of elements with dtype `dtype` at byte `offset` of a block, into the flat `target`."""
 
     block: int
     offset: int
@@ -159,7 +159,7 @@ class _Read(NamedTuple):
 
 
 def _read_to_host(source: StateSource, reads: Sequence[_Read]) -> None:
-    """Directly into memory of the same dtype, otherwise through a temporary copy of a part."""
+    """Reads directly into memory of the same dtype, or else, in parts, through a temporary copy."""
     for block, offset, target, dtype in reads:
         if target.dtype is dtype:
             source.read(block, offset, target.view(torch.uint8).numpy().data)
@@ -176,20 +176,20 @@ def _read_to_host(source: StateSource, reads: Sequence[_Read]) -> None:
 def _read_to_device(device: Device, source: StateSource, reads: Sequence[_Read]) -> None:
     """Fills targets in the memory of an asynchronous device. Raises as `StateSource.read`.
 
-    The copies run on a stream of their own, after what was enqueued before. Bytes in host memory
-    that is registered with the device are copied from there, and their checksums are verified by
-    the host meanwhile; all others are verified as they are read, into two pinned buffers in turn,
-    each of which is filled again when its copy is done. Nothing is believed before the end: it
-    waits for the copies, and raises if a checksum is wrong; only then may the source be closed.
-    What is enqueued on the current stream after that sees the state.
+    The copies run on a separate stream, after what was enqueued before. Bytes in host memory that
+    is registered with the device are copied from there, while the host verifies their checksums.
+    All other bytes are verified as they are read, into two pinned buffers in turn. A buffer is
+    filled again only when its copy is done. The loaded values must not be used before this function
+    returns: it waits for the copies, and raises if a checksum is wrong. Only then may the source be
+    closed. What is enqueued on the current stream afterwards sees the state.
     """
     stream = device.new_stream()
     stream.wait_stream(device.current_stream())
     staging: list[tuple[Tensor, Event]] = []
     blocks = {read.block: source.registered_block(read.block) for read in reads}
     try:
-        # The registered ones first: they run while the host reads the others, and verifies.
-        for read in sorted(reads, key=lambda it: blocks[it.block] is None):
+        # Registered blocks first: their copies run while the host reads the others, and verifies.
+        for read in sorted(reads, key=lambda read: blocks[read.block] is None):
             if (data := blocks[read.block]) is None:
                 _read_staged(device, stream, source, read, staging)
                 continue
@@ -211,7 +211,7 @@ def _read_staged(
     read: _Read,
     staging: list[tuple[Tensor, Event]],
 ) -> None:
-    """`staging`: two pinned buffers, the next one first, with the events of their copies."""
+    """Reads through `staging`: two pinned buffers and their copies' events, the next one first."""
     item_bytes = read.dtype.itemsize
     step = STAGING_BYTES // item_bytes
     for start in range(0, read.target.numel(), step):
@@ -229,8 +229,8 @@ def _read_staged(
 
 
 def elementwise_state(optimizer: ShardedOptimizer, shard: OptimizerShard) -> dict[str, Tensor]:
-    """A shard's optimizer state with one element for each weight. Raises EngineError if the
-    optimizer keeps a tensor of another shape."""
+    """Returns a shard's optimizer state that has one element for each weight, by key. Raises
+    EngineError if the optimizer keeps a tensor of another shape."""
     state = optimizer.state_tensors(shard)
     for key, value in state.items():
         if value.shape != shard.weight.shape:
@@ -244,7 +244,7 @@ def elementwise_state(optimizer: ShardedOptimizer, shard: OptimizerShard) -> dic
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers in the model's state dict, each once."""
+    """Yields (name, buffer) of the buffers in the model's state dict, each once."""
     kept = model.state_dict(keep_vars=True).keys()
     for name, buffer in model.named_buffers():
         if name in kept:
@@ -252,7 +252,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def buffer_ranges(model: nn.Module) -> list[StateRange]:
-    """The persistent buffers."""
+    """Returns the ranges of the persistent buffers."""
     return [
         replace(whole_tensor_range(f"buffers/{name}", value), volatile=True)
         for name, value in persistent_buffers(model)
@@ -260,8 +260,8 @@ def buffer_ranges(model: nn.Module) -> list[StateRange]:
 
 
 def pack_block(parts: Sequence[StateRange]) -> StateBlock:
-    """Lays out the ranges: what does not change, then weights and buffers, then the rest, each in
-    the order of `parts`. So who needs only the weights reads the beginning of a block."""
+    """Lays out the ranges in a block: constant ones, then weights and buffers, then the rest, each
+    in the order of `parts`. So the block begins with all that a reader of only weights needs."""
     parts = sorted(parts, key=lambda part: (not part.constant, not part.is_weights))
     ranges: list[TensorRange] = []
     offsets: list[int] = []
@@ -283,11 +283,12 @@ def pack_block(parts: Sequence[StateRange]) -> StateBlock:
 
 
 def _frozen_ranges(runtime: ZeroRuntime, rank: int, world_size: int) -> list[StateRange]:
-    """Frozen parameters outside of units: each rank saves an equal part of each."""
+    """Returns this rank's ranges of frozen parameters outside of units: an equal part of each."""
     parts = []
     for name, value in runtime.ungrouped_params.items():
         flat = value.detach().reshape(-1)
-        start, stop = (flat.numel() * (rank + step) // world_size for step in (0, 1))
+        start = flat.numel() * rank // world_size
+        stop = flat.numel() * (rank + 1) // world_size
         full = f"weights/{name}"
         ranges = (TensorRange(full, start, stop, 0),) if start < stop else ()
         parts.append(
@@ -311,7 +312,7 @@ def range_of_unit(
     *,
     constant: bool = False,
 ) -> StateRange:
-    """The part inside `within` of `memory`, which is `extent` of a unit's flat layout."""
+    """Returns the range of `memory`, which is `extent` of a unit's flat layout, inside `within`."""
     within = within or extent
     start, stop = max(extent.start, within.start), min(extent.stop, within.stop)
     ranges, shapes = [], {}

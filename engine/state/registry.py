@@ -1,10 +1,11 @@
 """The caller's own state, registered by name: EMA weights, counters, a trainer's bookkeeping.
 
 Each rank's values are stored with its part of the training state, as one range of bytes,
-`registered.<rank>`: the size of a JSON text, that text, and the bytes of the values' arrays. In the
-block, because the JSON part of a state has little room, and is parsed whenever a state is opened.
-Shared values, of which every rank reads those of all, are another such range,
-`registered.<rank>.shared`: the others may be as large as a model.
+`registered.<rank>`: the size of a JSON text, that text, and the bytes of the values' arrays. They
+are in the block, not in the JSON part of the state, because that has little room, and is parsed
+whenever a state is opened. Shared values are in a separate range, `registered.<rank>.shared`,
+because every rank reads the shared values of all ranks, and other values may be as large as a
+model.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from rayzero.engine.state.ranges import StateRange, read_ranges, whole_tensor_ra
 log = logging.getLogger("rayzero.engine")
 
 _SHARED = ".shared"
-"""The end of the name of a range of shared values."""
+"""Suffix of the name of a range of shared values."""
 _SIZE_BYTES = 8
 _SMALLEST_BYTES = 4096
 _SPARE_PARTS = 8
-"""Memory is larger than the values by up to one of so many parts: a block whose index changes needs
-new slots."""
+"""Memory is up to 1 / `_SPARE_PARTS` larger than the values, so that it is seldom allocated again:
+then the block's index changes, and the block needs new slots."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class _Entry:
 
 
 class _Memory:
-    """Memory of captured values, which grows with them."""
+    """Memory of captured values. It is allocated again when the values need more."""
 
     def __init__(self) -> None:
         self.tensor = torch.empty(0, dtype=torch.uint8)
@@ -64,14 +65,14 @@ class _Memory:
 class StateRegistry:
     """The state that one engine's caller has registered on this rank.
 
-    A value that was read from a state is given to its `set` once: by `deliver`, or by `register`
-    if that comes later, but before the next `capture`.
+    `set` is called once with a value that was read from a state: by `deliver`, or by `register`
+    if the name is registered later, but before the next `capture`.
     """
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
-        self._restored: dict[str, Any] = {}  # read, and given to no `set` yet
-        self._is_own = True  # whether that is of this rank, not of another one in its place
+        self._restored: dict[str, Any] = {}  # read, but no `set` was called with it yet
+        self._is_own = True  # whether `_restored` was saved by this rank, not by another one
         self._own = _Memory()
         self._shared = _Memory()
 
@@ -109,14 +110,14 @@ class StateRegistry:
         return any(entry.shared for entry in self._entries.values())
 
     def take_over(self, other: StateRegistry) -> None:
-        """Takes what another registry has read of a state, and what is registered there."""
+        """Takes the values that another registry has read, and the entries registered there."""
         self._restored, self._is_own = other._restored, other._is_own
         for name, entry in other._entries.items():
             self.register(name, entry.get, entry.set, shared=entry.shared)
         self.deliver()
 
     def read(self, source: StateSource, rank: int) -> None:
-        """Reads this rank's values; of a rank that the state does not have, the first one's."""
+        """Reads this rank's values; rank 0's if the saved run did not have this rank."""
         document = source.metadata(rank)
         self._is_own = document.get("rank") == rank
         if not self._is_own:
@@ -127,21 +128,24 @@ class StateRegistry:
         self.read_shared(source)
 
     def read_shared(self, source: StateSource) -> None:
-        """Reads the shared values of all ranks."""
+        """Reads the shared values of all ranks, in the order of ranks."""
         names = {name for index in source.block_indexes for name in index.tensors}
-        parts = [_read_range(source, name) for name in sorted(names) if name.endswith(_SHARED)]
-        self._restored |= {
-            name: [it[name] for it in parts if name in it] for part in parts for name in part
-        }
+        in_rank_order = sorted(names, key=lambda name: (len(name), name))
+        parts = [_read_range(source, name) for name in in_rank_order if name.endswith(_SHARED)]
+        shared: dict[str, list[Any]] = {}
+        for part in parts:
+            for name, value in part.items():
+                shared.setdefault(name, []).append(value)
+        self._restored |= shared
 
     def deliver(self) -> None:
-        """Calls `set` of each registered name with the value that was read."""
+        """Calls `set` of each registered name for which a value was read."""
         for name in [name for name in self._restored if name in self._entries]:
             self._entries[name].set(self._restored.pop(name))
 
     def capture(self) -> None:
-        """Reads the values, and keeps them for `ranges`. Raises what a `get` raises; EngineError,
-        with its path, for what cannot be stored."""
+        """Calls each `get`, and keeps the values for `ranges`. Raises what a `get` raises;
+        EngineError, with its path, for a value that cannot be stored."""
         self._drop_unregistered()
         own, shared = dict[str, Any](), dict[str, Any]()
         for name, entry in self._entries.items():
@@ -161,19 +165,19 @@ class StateRegistry:
         if names and self._is_own:
             log.warning(
                 "the restored state has %s, which this call of the training function has not "
-                "registered: it is dropped\n  fix: ctx.state in every call, before the "
-                "first step",
+                "registered: it is dropped\n  fix: call ctx.state in every call of the function, "
+                "before its first step",
                 ", ".join(map(repr, names)),
             )
 
     @property
     def memory_signature(self) -> tuple[tuple[int, int], ...]:
-        """Equal as long as the captured values are in the same memory: address and bytes."""
+        """Addresses and sizes of the memory that holds the captured values."""
         memories = (self._own.tensor, self._shared.tensor)
-        return tuple((it.data_ptr(), it.numel()) for it in memories)
+        return tuple((memory.data_ptr(), memory.numel()) for memory in memories)
 
     def ranges(self, rank: int) -> list[StateRange]:
-        """The captured values."""
+        """Returns the ranges of the captured values."""
         names = {_range_name(rank): self._own, _range_name(rank) + _SHARED: self._shared}
         return [
             whole_tensor_range(name, memory.tensor)
@@ -183,8 +187,8 @@ class StateRegistry:
 
 
 def read_value(source: StateSource, rank: int, name: str) -> Any:
-    """Reads one registered value of a state, where there is no engine yet. Returns None if the
-    state has no such name. `rank` as in `StateRegistry.read`."""
+    """Reads one registered value of a state before an engine exists. Returns None if the state has
+    no such name. `rank` as in `StateRegistry.read`."""
     registry, found = StateRegistry(), list[Any]()
     registry.register(name, lambda: None, found.append)
     registry.read(source, rank)
@@ -193,7 +197,7 @@ def read_value(source: StateSource, rank: int, name: str) -> Any:
 
 
 def _encode(values: dict[str, Any]) -> list[np.ndarray[Any, Any]]:
-    """The bytes to store, in parts; those of arrays are views of the values."""
+    """Returns the bytes to store, in parts. The bytes of arrays are views of the values."""
     arrays: list[np.ndarray[Any, Any]] = []
     nbytes = 0
 
@@ -224,7 +228,7 @@ def _decode(memory: memoryview) -> dict[str, Any]:
 
 
 def _read_range(source: StateSource, name: str) -> dict[str, Any]:
-    tensor = next(it.tensors[name] for it in source.block_indexes if name in it.tensors)
+    tensor = next(index.tensors[name] for index in source.block_indexes if name in index.tensors)
     memory = torch.empty(tensor.shape, dtype=torch.uint8)
     read_ranges([whole_tensor_range(name, memory)], source)
     with damaged_unless_valid("registered state"):

@@ -1,8 +1,8 @@
-"""Saves from a running engine: a checkpoint written by the ranks; the full model, by unit.
+"""Saves from a running engine: a checkpoint that the ranks write; the full model, unit by unit.
 
-A job's own checkpoints are written by its vaults in the background. `save_state` is for explicit
-saves of a script, under torchrun or in a job; the format is the same. The tags of a folder share
-the files of frozen weights in its folder `base`.
+A job's automatic checkpoints are written by its vaults in the background. `save_state` is for
+explicit saves of a script, under torchrun or in a job; the format is the same. The checkpoints
+(tags) in a folder share the files of frozen weights in the subfolder `base`.
 
 Rule of ordering: `full-params` (docs/engine.md).
 """
@@ -34,7 +34,7 @@ from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.unit import Unit
 
 LATEST_FILE = "latest"
-"""The file next to the checkpoints that names the latest one."""
+"""Name of the file next to the checkpoints that contains the tag of the latest one."""
 
 
 def save_state(
@@ -47,13 +47,13 @@ def save_state(
     latest: bool,
     frozen: bool,
 ) -> None:
-    """Write the checkpoint `target`, (folder, tag), and return when it is durable. Collective.
+    """Writes the checkpoint `target`, (folder, tag), and returns when it is durable. Collective.
     Raises StoreError on the ranks whose write failed, EngineError on the others.
 
     Args:
-        client_state: rank 0's, encoded by `encode_client_state`.
-        latest: update the file `latest`.
-        frozen: include frozen parameters.
+        client_state: rank 0's client state, encoded by `encode_client_state`.
+        latest: whether to update the file `latest`.
+        frozen: whether to include frozen parameters.
     """
     (folder, tag), device = target, settings.device
     url = join_url(folder, tag)
@@ -85,7 +85,7 @@ def save_state(
         stage = settings.config.zero_optimization.stage
         manifest = make_manifest(tag, files[0].metadata["step"], 0, files, stage=stage)
         job = open_store(split_url(url)[0])
-        unused = unused_bases(job, manifest.base_names)  # by the checkpoints before this one
+        unused = unused_bases(job, manifest.base_names)  # by the old checkpoints and this one
         commit_checkpoint(url, manifest)
         if latest:
             open_store(folder).replace(LATEST_FILE, tag.encode())
@@ -102,7 +102,7 @@ def _rank_file(document: dict[str, Any]) -> RankFile:
 
 
 def _remove_stale(url: str, names: set[str]) -> None:
-    """Remove files of an earlier save under the same tag, which the manifest no longer lists."""
+    """Removes files of an earlier save under the same tag, which the manifest no longer lists."""
     store = open_store(url)
     for entry in store.list_folder():
         if is_checkpoint_file(entry.name) and entry.name not in names | {MANIFEST_NAME}:
@@ -111,7 +111,7 @@ def _remove_stale(url: str, names: set[str]) -> None:
 
 @torch.no_grad()
 def full_state_dict(model: nn.Module, runtime: ZeroRuntime) -> dict[str, Tensor]:
-    """The model's state dict in CPU memory on rank 0, empty on the others. Collective.
+    """Returns the model's state dict in CPU memory on rank 0, empty on the others. Collective.
 
     Names, tied entries and dtypes are those of `model.state_dict()`. At most one unit at a time is
     gathered on the model's device.
@@ -123,7 +123,7 @@ def full_state_dict(model: nn.Module, runtime: ZeroRuntime) -> dict[str, Tensor]
             full = _gather_unit(unit, unit.weights, runtime.collectives, on_all_ranks=False)
             if is_target:
                 values = param_views(unit.layout, full.cpu())
-                gathered |= {id(p): v for p, v in zip(unit.params, values, strict=True)}
+                gathered.update(zip(map(id, unit.params), values, strict=True))
     if not is_target:
         return {}
     copies: dict[int, Tensor] = {}  # tied entries stay one tensor
@@ -144,9 +144,9 @@ def iterate_full_params(
     """Yields the model's parameters in full, (name, value), on every rank and on its device, in the
     order of `named_parameters()`. Collective: every rank iterates to the end.
 
-    A sharded unit is gathered when its first parameter is due, and released after its last one: at
-    most that of one block at a time, and that of parameters outside of all blocks. A replicated
-    value is the engine's own memory. `with_peers` calls what needs all ranks.
+    A sharded unit is gathered when its first parameter is due, and released after its last one. So
+    memory holds the units of one block at a time, and those of parameters outside of all blocks. A
+    replicated value is the engine's own memory. `with_peers` calls a function that needs all ranks.
     """
     sharded = {
         id(param): (unit, unit.weights, index)
@@ -180,8 +180,8 @@ def iterate_full_params(
 def _gather_unit(
     unit: Unit, weights: ShardedWeights, collectives: Collectives, *, on_all_ranks: bool
 ) -> Tensor:
-    """The unit's flat weights on its device; without elements where they are not wanted: only rank
-    0 wants them unless `on_all_ranks`."""
+    """Returns the unit's flat weights on its device; an empty tensor on ranks other than 0 unless
+    `on_all_ranks`."""
     shard = weights.shard.to(weights.device)  # it may be offloaded
     wanted = on_all_ranks or collectives.rank == 0
     full = shard.new_empty(unit.layout.numel if wanted else 0)

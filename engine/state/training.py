@@ -42,15 +42,15 @@ class RunningCopy(Protocol):
 
 
 class TrainingState:
-    """One rank's view of the state. For the training thread only, until that has ended.
+    """One rank's view of the state. Used only by the training thread until that thread has ended.
 
     Attributes:
         altered: something other than an update, such as a load, may have changed the state since
             the last update.
-        copied_by: the newest copy that may still be running. Between updates forward and backward
+        copied_by: the newest copy that may still be running. Between updates, forward and backward
             change only the ranges that are `volatile`.
-        engine_name: of one of several engines; None if it has none.
-        registry: the caller's own state.
+        engine_name: the engine's name, if it was given one.
+        registry: the state that the caller has registered.
     """
 
     def __init__(
@@ -86,18 +86,19 @@ class TrainingState:
         *,
         shared: bool = False,
     ) -> None:
-        """Stores a value of the caller's own with each copy of the state, such as EMA weights or a
-        counter, and gives it back when the state is loaded. Each rank has its own.
+        """Stores a value of the caller, such as EMA weights or a counter, with each copy of the
+        state, and restores it when the state is loaded. Each rank has its own value.
 
         Args:
-            get: returns the value at the end of `step()`, if that step is mirrored, and in `save`:
-                None, numbers, text, bytes, numpy arrays, tensors, and containers of these. It calls
-                no collectives.
-            set: is called with the value of the loaded state, once for each load: at once if that
-                is loaded already. Its tensors are on the CPU. A rank that the saved run did not
-                have gets rank 0's. Not called at a fresh start, or if the state has no such name.
-            shared: each rank's value is a part that others may need: `set` gets the list of all
-                ranks' values, on every rank; also where the ranks change and no step is undone.
+            get: called at the end of `step()` if that step is mirrored, and in `save`. Returns the
+                value: None, numbers, text, bytes, numpy arrays, tensors, and containers of these.
+                Must not call collectives.
+            set: called with the saved value, once for each load of a state; immediately if a state
+                is loaded already. Tensors are on the CPU. A rank that the saved run did not have
+                gets rank 0's value. Not called at a fresh start, or if the state has no such name.
+            shared: whether other ranks may need a rank's value. `set` then gets the list of all
+                values, in the order of ranks, on every rank, also when the ranks change and no step
+                is undone.
 
         Raises:
             EngineError: the name is registered already, or an argument has another type.
@@ -105,8 +106,7 @@ class TrainingState:
         self.registry.register(name, get, set, shared=shared)
 
     def adopt(self, registry: StateRegistry) -> None:
-        """Uses the registry of the host, in which the caller may have registered state before there
-        was an engine."""
+        """Uses the host's registry, in which the caller may have registered state already."""
         registry.take_over(self.registry)
         self.registry = registry
 
@@ -124,7 +124,7 @@ class TrainingState:
     @property
     def update_is_collective(self) -> bool:
         """Whether updates exchange data between ranks, so that an abort may change the state
-        without an error: it is inconsistent until `confirm`."""
+        without an error. The state is then inconsistent until `confirm`."""
         runtime = self._runtime
         return (
             runtime.collectives.world_size > 1
@@ -134,11 +134,12 @@ class TrainingState:
 
     @property
     def constants_version(self) -> int:
-        """Grows with each write of what training never changes, such as frozen weights: the
-        engine's own, and those of the script that torch counts, which are all in-place operations
-        on a parameter itself. One through `.data` is not seen. Host integers only."""
-        frozen = (it for it in self._runtime.ungrouped_params.values() if not it.is_inference())
-        return self._constants_writes + sum(it._version for it in frozen)
+        """Grows with each write of state that training never changes, such as frozen weights.
+        Counts writes by the engine, and those by the script that torch counts: in-place operations
+        on the parameter itself, but not on its `.data`. Does not wait for the device."""
+        params = self._runtime.ungrouped_params.values()
+        versions = sum(param._version for param in params if not param.is_inference())
+        return self._constants_writes + versions
 
     @property
     def consistent(self) -> bool:
@@ -147,10 +148,10 @@ class TrainingState:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Mark the state inconsistent during an update.
+        """Marks the state inconsistent during an update.
 
-        Deliberately no `finally`: after an exception it stays marked, so that a half-updated step
-        is never mirrored or saved.
+        Deliberately without `finally`: after an exception the state stays inconsistent, so that a
+        half-updated step is never mirrored or saved.
         """
         self.before_write()
         self._is_updating = True
@@ -159,16 +160,17 @@ class TrainingState:
         self.altered = False
 
     def revoke(self) -> None:
-        """The update has ended, and does not count: the state is inconsistent."""
+        """Marks the state inconsistent: the update that has ended does not count."""
         self._is_updating = True
 
     def confirm(self) -> None:
-        """The host has seen the end of the update, and no abort before it. By any thread."""
+        """Marks the state consistent, once the host has seen the end of the update, and no abort
+        before it. By any thread."""
         self._is_updating = False
 
     def before_write(self) -> None:
-        """Before a change of the state: the device makes it after a copy that is still running, and
-        the host after what the engine itself has in flight."""
+        """Prepares a change of the state, and must be called before it. What is enqueued from now
+        on runs after a copy that is still running. Waits for what the engine has in flight."""
         self.altered = True
         if self.copied_by is not None:
             self.copied_by.before_write(self.device)
@@ -176,18 +178,20 @@ class TrainingState:
         self._runtime.wait_state()
 
     def before_write_of_constants(self) -> None:
-        """Calls `before_write`, before a change of what training never changes: the next mirrors
-        copy that, too."""
+        """Prepares, instead of `before_write`, a change of state that training never changes, so
+        that the next mirrors copy this state, too."""
         self._constants_writes += 1
         self.before_write()
 
     def pack(self, *, whole: bool = False) -> StateBlock:
-        """This rank's share as a block, or the complete state (`whole`), with the caller's values
-        as of now. The share's block is the same object until the optimizer has created its state,
-        or the caller's needs more memory. Raises EngineError for `whole`, if this rank holds only
+        """Returns this rank's share of the state as a block, or (`whole`) the complete state, with
+        the caller's registered values as of now. Returns the same block for the share as long as
+        the state stays in the same memory: until the optimizer has created its state, or the
+        registered values need more memory. Raises EngineError for `whole` if this rank holds only
         its share; what a caller's `get` raises."""
         if self.copied_by is not None:
-            self.copied_by.before_write(self.device)  # it reads the values of an earlier step
+            # The copy reads the registered values of an earlier step.
+            self.copied_by.before_write(self.device)
         self.registry.capture()
         if whole:
             if not self.complete_on_rank:
@@ -199,15 +203,17 @@ class TrainingState:
         return self._own_block
 
     def private_ranges(self) -> list[StateRange]:
-        """All that this rank holds and only the engine changes: `altered` reports each change but
-        updates. Not what the script can write between two steps: buffers, what the model's
-        parameters show, the scales of quantized ones. No files."""
-        if any(it.state_store.memory_kind is MemoryKind.DISK for it in self._runtime.units):
+        """Returns the ranges on this rank that only the engine changes, so that `altered` reports
+        every change other than updates. Excludes memory that the script can write between two
+        steps: buffers, model parameters, scales of quantized ones. Empty if state is in files."""
+        if any(unit.state_store.memory_kind is MemoryKind.DISK for unit in self._runtime.units):
             return []
         shown = {storage_id(param) for param in self._model.parameters()}
         shown.update(map(storage_id, self._runtime.ungrouped_params.values()))
         parts = state_ranges(self._model, self._runtime, self._optimizer, owned=False)
-        return [it for it in parts if not it.volatile and storage_id(it.memory) not in shown]
+        return [
+            part for part in parts if not part.volatile and storage_id(part.memory) not in shown
+        ]
 
     def _pack_ranges(self, *, owned: bool) -> StateBlock:
         parts = state_ranges(self._model, self._runtime, self._optimizer, owned=owned)
@@ -216,16 +222,16 @@ class TrainingState:
         return pack_block(parts + self.registry.ranges(self._runtime.collectives.rank))
 
     def metadata(self) -> bytes:
-        """The JSON part of this rank, as UTF-8."""
+        """Returns the JSON part of this rank, as UTF-8."""
         return self.capture_metadata()()
 
     def capture_metadata(self) -> Callable[[], bytes]:
-        """The JSON part as of now, encoded when the result is called: before the next update, which
-        changes scalars in it. The host waits for the device only then."""
+        """Captures the JSON part as of now. Returns a function that encodes it, to be called before
+        the next update, which changes scalars in it. Only that call waits for the device."""
         return partial(metadata.encode, self.capture_document())
 
     def capture_document(self) -> dict[str, Any]:
-        """The JSON part as of now, for `metadata.encode`."""
+        """Returns the JSON part as of now, for `metadata.encode`."""
         document: dict[str, Any] = {
             "rank": self._runtime.collectives.rank,
             "world_size": self._runtime.collectives.world_size,
@@ -257,14 +263,14 @@ class TrainingState:
         return metadata.name_metadata(self._model, self._runtime)
 
     def load(self, source: StateSource) -> None:
-        """Load a state of any stage and world size; raises as `load_from`. Collective."""
+        """Loads a state of any stage and world size. Raises as `load_from`. Collective."""
         self.load_from(source, LOAD_ALL)
         self.altered = False
         self.sync_model_weights()
 
     @torch.no_grad()
     def load_from(self, source: StateSource, options: LoadOptions) -> None:
-        """Read what this rank needs. Not collective; call `sync_model_weights` on every rank next.
+        """Reads what this rank needs. Not collective; call `sync_model_weights` on every rank next.
         Raises CheckpointMismatchError if the state is of another model or optimizer; DataError if
         the state is damaged or incomplete."""
         self.before_write_of_constants()
@@ -280,11 +286,11 @@ class TrainingState:
     def recut(
         self, source: StateSource, recut_tensors: Callable[[], None], *, undoes: bool = False
     ) -> None:
-        """Replaces the tensors of the state by those for other ranks, which `recut_tensors` makes
-        and reads from `source`, and continues from its step. Collective. The state is inconsistent
-        if that fails: a later attempt must not use what this rank holds. The caller's own values
-        are those of the step that it has finished: they are replaced where it goes back, or
-        another engine (`undoes`)."""
+        """Replaces the tensors of the state by those for other ranks, which `recut_tensors` creates
+        and reads from `source`, and continues from the step of `source`. Collective. If this fails
+        the state is inconsistent: a later attempt must not use the memory of this rank. The
+        caller's registered values are those of the last finished step. So they are replaced only if
+        they are shared, or this engine or another one (`undoes`) goes back to an earlier step."""
         with self.updating():
             self._own_block, self._packed_signature = pack_block([]), None
             recut_tensors()
@@ -303,7 +309,7 @@ class TrainingState:
         self.sync_model_weights()
 
     def _load_metadata(self, document: dict[str, Any], step: int, options: LoadOptions) -> None:
-        """Restores what the JSON part of a saved state tells besides the optimizer."""
+        """Restores the JSON part of a saved state, except for the optimizer's."""
         rank = self._runtime.collectives.rank
         if options.scheduler:
             metadata.restore_scheduler(self.scheduler, document.get("scheduler"))
@@ -331,17 +337,17 @@ class TrainingState:
             )
 
     def sync_model_weights(self) -> None:
-        """Update model weights from the loaded main weights; then the caller's values. Collective.
-        Raises what a caller's `set` raises."""
+        """Updates model weights from the loaded main weights, then calls the `set` functions of the
+        caller's values, and raises what they raise. Collective."""
         self._runtime.sync_model_weights()
         self.registry.deliver()
 
     def _memory_signature(self) -> tuple[object, ...]:
-        """Equal as long as the ranges are in the same memory."""
+        """Returns a value that stays equal as long as the ranges are in the same memory."""
         addresses = tuple(
             value.data_ptr()
             for shard in self._optimizer.shards
             for value in self._optimizer.state_tensors(shard).values()
         )
-        buffers = tuple((name, it.data_ptr()) for name, it in self._model.named_buffers())
+        buffers = tuple((name, part.data_ptr()) for name, part in self._model.named_buffers())
         return addresses, buffers, self.registry.memory_signature

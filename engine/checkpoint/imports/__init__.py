@@ -1,10 +1,10 @@
-"""Reads training states in other systems' files as a `StateSource`, without unpickling objects.
+"""Reads training states in files of other systems as a `StateSource`, without unpickling objects.
 
 | module | contents |
 |---|---|
 | `deepspeed` | DeepSpeed's ZeRO checkpoints: keys and layout |
-| `deepspeed_files` | their files, loaded without running code, and partitions |
-| `tensors` | a state in tensors; safetensors files, one or several with an index |
+| `deepspeed_files` | DeepSpeed's files, loaded without running code, and their partitions |
+| `tensors` | a state made of tensors; safetensors files, one or several with an index |
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rayzero.engine.errors import ConfigError
 
 
 def open_foreign(path: str) -> TensorSource | None:
-    """Open a training state that another system wrote to the local disk, detected by its content: a
-    DeepSpeed ZeRO checkpoint (its folder with `latest`, or the folder of one step), a safetensors
-    file, or a transformers folder. None for any other path.
+    """Opens a training state that another system wrote to the local disk: a DeepSpeed ZeRO
+    checkpoint (its folder with `latest`, or the folder of one step), a safetensors file, or a
+    transformers folder. Detects them by their content; returns None for any other path.
 
     Raises ConfigError if the path does not exist, or the kind of checkpoint is not supported;
     DataError if files or parts are missing or damaged.

@@ -1,7 +1,7 @@
 """A DeepSpeed ZeRO checkpoint of stages 1 to 3 as a training state: fp32 main weights, optimizer
 state, buffers, step, sample cursor, schedule, dynamic loss scale, ties.
 
-Main weights and moments are views of the mapped files; only their ranges are computed.
+Main weights and moments are views of the mapped files. Importing only computes their ranges.
 Random-number states are not imported.
 """
 
@@ -35,15 +35,15 @@ from rayzero.engine.errors import CONTENT_ERRORS, ConfigError, DataError
 from rayzero.engine.layout.state_index import TensorRange
 
 ParamShapes = dict[str, tuple[int, ...]]
-Layout = list[list[list[TensorRange]]]  # for each rank, for each of its flat tensors
-# Stages 1 and 2 pad a group to twice its ranks, for NCCL; some versions keep that padding.
+Layout = list[list[list[TensorRange]]]  # the ranges in each flat tensor of each rank
+# Stages 1 and 2 pad a group to a multiple of 2 * ranks, for NCCL; some versions save this padding.
 _PADDING_PER_RANK = 2
 
 
 def open_deepspeed(path: Path) -> TensorSource | None:
-    """The state in a checkpoint folder (with `latest`) or a step's folder; None if it is neither.
-    Raises DataError if files are missing or damaged; ConfigError for a kind of checkpoint that is
-    not supported."""
+    """Opens the state in a checkpoint folder (with `latest`) or a step's folder; returns None for
+    other paths. Raises DataError if files are missing or damaged; ConfigError for a kind of
+    checkpoint that is not supported."""
     folder = find_step_folder(path)
     if folder is None:
         return None
@@ -71,7 +71,7 @@ def _make_source(files: ZeroFiles) -> TensorSource:
 
 
 def _param_shapes(files: ZeroFiles) -> list[ParamShapes]:
-    """The shapes of trained parameters, group by group, in the order of the flat tensors."""
+    """Returns the shapes of trained parameters by group, in the order of the flat tensors."""
     groups = files.models[0].get("param_shapes")
     if not groups:
         raise DataError(
@@ -82,7 +82,7 @@ def _param_shapes(files: ZeroFiles) -> list[ParamShapes]:
 
 
 def _layout(files: ZeroFiles, groups: Sequence[ParamShapes]) -> Layout:
-    """The layout of stages 1 and 2."""
+    """Returns the layout of stages 1 and 2."""
     world_size, count = len(files.partitions), len(groups)
     if any(len(partition.flat_tensors) != count for partition in files.partitions):
         raise DataError(f"{files.folder}: ranks do not have the same {count} groups")
@@ -93,7 +93,7 @@ def _layout(files: ZeroFiles, groups: Sequence[ParamShapes]) -> Layout:
         else [[0] * len(group) for group in groups]
     )
     if [len(padding) for padding in paddings] != [len(group) for group in groups]:
-        raise DataError(f"{files.folder}: paddings and parameters are not of the same number")
+        raise DataError(f"{files.folder}: the numbers of paddings and parameters differ")
     layout: Layout = [[] for _ in range(world_size)]
     for index, group in enumerate(groups):
         flat_ranges = [
@@ -122,7 +122,7 @@ def _layout_stage_3(files: ZeroFiles, groups: Sequence[ParamShapes]) -> Layout:
 def _partitioned_tensors(
     files: ZeroFiles, layout: Layout, shapes: ParamShapes
 ) -> Iterator[FlatTensor]:
-    """Main weights and their optimizer state."""
+    """Yields main weights and their optimizer state."""
     for partition, cuts in zip(files.partitions, layout, strict=True):
         for flat, state, ranges in zip(partition.flat_tensors, partition.states, cuts, strict=True):
             tensors = {"weights": flat} | {
@@ -145,12 +145,12 @@ def _partitioned_tensors(
 
 
 def _frozen_params(files: ZeroFiles, trained: ParamShapes) -> Iterator[FlatTensor]:
-    """Parameters that the optimizer does not have, in the model's dtype."""
+    """Yields the parameters that the optimizer does not have, in the model's dtype."""
     first = files.models[0]
     if files.stage != 3:
-        others = {*trained, *(first.get("shared_params") or {}), *first["buffer_names"]}
+        not_frozen = {*trained, *(first.get("shared_params") or {}), *first["buffer_names"]}
         for name, value in first["module"].items():
-            if name not in others and isinstance(value, Tensor):
+            if name not in not_frozen and isinstance(value, Tensor):
                 yield FlatTensor.from_tensor(f"weights/{name}", value)
         return
     for name, shape in validate(SHAPES, first.get("frozen_param_shapes") or {}).items():
@@ -169,7 +169,7 @@ def _buffer_tensors(model: dict[str, Any]) -> Iterator[FlatTensor]:
             yield FlatTensor.from_tensor(f"buffers/{name}", value)
 
 
-# Entries of a model file that are DeepSpeed's; it keeps those of `client_state` next to them.
+# DeepSpeed's own entries of a model file. All other entries are the script's `client_state`.
 _OWN_ENTRIES = frozenset(
     (
         "buffer_names checkpoint_parallel_dimensions csr_tensor_module_names data_sampler "
@@ -181,15 +181,15 @@ _OWN_ENTRIES = frozenset(
 
 
 def _make_metadata(files: ZeroFiles, layout: Layout) -> dict[str, Any]:
-    """The JSON part."""
+    """Returns the JSON part of the state."""
     model = files.models[0]
     ties, scheduler = dict(model.get("shared_params") or {}), model.get("lr_scheduler") or {}
-    others = {*model["buffer_names"], *ties}
+    not_stored = {*model["buffer_names"], *ties}  # as weights of their own
     return {
         "step": int(model["global_steps"]),
         "sample_cursor": int(model.get("global_samples") or 0),
         "groups": _optimizer_groups(files, layout),
-        # A schedule's state has the same words there and here.
+        # DeepSpeed and rayzero use the same keys for a schedule's state.
         "scheduler": _plain_values(scheduler) or None,
         "loss_scale": _loss_scale_state(files.loss_scaler),
         "client_state": _plain_values(
@@ -199,19 +199,19 @@ def _make_metadata(files: ZeroFiles, layout: Layout) -> dict[str, Any]:
         "model_dtypes": {
             name: checked_dtype_name(value.dtype, name)
             for name, value in model["module"].items()
-            if isinstance(value, Tensor) and name not in others
+            if isinstance(value, Tensor) and name not in not_stored
         },
     }
 
 
 def _optimizer_groups(files: ZeroFiles, layout: Layout) -> list[dict[str, Any]]:
-    """The optimizer's groups: options, numbers that are part of its state, names of parameters."""
+    """Returns each optimizer group's options, scalars of its state, and names of parameters."""
     first, groups = files.partitions[0], []
     for given in first.options:
         flats, options = given["params"], _plain_values(given)
         state = first.states[flats[0]] if flats else {}
         scalars = {key: _scalar_to_json(value) for key, value in state.items() if _is_number(value)}
-        if "step" in options:  # fused optimizers count in the group
+        if "step" in options:  # fused optimizers keep the step in the group
             scalars.setdefault("step", _scalar_to_json(options.pop("step")))
         ranges = (part for cuts in layout for flat in flats for part in cuts[flat])
         names = list(dict.fromkeys(part.name for part in ranges))
@@ -220,7 +220,7 @@ def _optimizer_groups(files: ZeroFiles, layout: Layout) -> list[dict[str, Any]]:
 
 
 def _plain_values(values: dict[str, Any]) -> dict[str, Any]:
-    """The options that JSON can represent; `params` are listed by name elsewhere."""
+    """Returns the values that JSON can represent, without `params`, which are saved by name."""
     plain = {key: _to_python(value) for key, value in values.items() if key != "params"}
     for key in list(plain):
         with suppress(ValueError):
@@ -235,7 +235,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _scalar_to_json(value: Any) -> dict[str, Any]:
-    """A number of optimizer state, as torch's own optimizers keep it: a tensor, fp32 by default."""
+    """Encodes a number of optimizer state as a tensor, fp32 by default, as torch keeps it."""
     dtype = checked_dtype_name(value.dtype, "a number") if isinstance(value, Tensor) else "F32"
     return {"dtype": dtype, "value": _to_python(value)}
 
@@ -245,7 +245,8 @@ def _to_python(value: Any) -> Any:
 
 
 def _loss_scale_state(scaler: dict[str, Any]) -> dict[str, Any] | None:
-    """A dynamic loss scale as `rayzero.engine.precision.loss_scale` has it; None for any other."""
+    """Returns a dynamic loss scale's state as `rayzero.engine.precision.loss_scale` saves it; None
+    for a static scale."""
     if "cur_hysteresis" not in scaler:
         return None
     return {

@@ -7,8 +7,8 @@ sequence of flat tensors, whose boundaries may differ from those of the ranges.
 
 The files are loaded with torch's weights-only loader: data, never code. DeepSpeed saves a few
 objects of its own classes next to the tensors (a loss scaler, an enum, fragment addresses). They
-are loaded as `InertObject` or a number: DeepSpeed is not needed, and none of its code runs. Objects
-of any other class are refused by name.
+are loaded as `InertObject` or a number: DeepSpeed is not needed, and none of its code runs. A file
+with objects of any other class is rejected, and the error names the class.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rayzero.engine.validation import repr_value
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _SUPPORTED = "a checkpoint of DeepSpeed's ZeRO stages 1 to 3, data parallel only"
-# Keys of what is not data parallel only, in the files of rank 0.
+# Keys in rank 0's model file that show other kinds of parallelism than data parallelism.
 _PARALLELISM_KEYS = ("mp_world_size", "ds_autoep_layers", "autoep_layers")
 
 
@@ -49,8 +49,8 @@ _READ_ERRORS = (OSError, EOFError, BadZipFile, pickle.UnpicklingError, struct.er
 
 
 class InertObject:
-    """Placeholder of an object whose class is not loaded. `fields` is its state if that is a
-    dictionary."""
+    """Placeholder of an object whose class is not loaded. `fields` is the object's state if that
+    state is a dictionary."""
 
     def __init__(self, *_: Any) -> None:
         self.fields: dict[str, Any] = {}
@@ -60,17 +60,17 @@ class InertObject:
 
 
 def load_weights_only(path: Path) -> dict[str, Any]:
-    """Load the dictionary in a file of `torch.save`; tensors are views of the mapped file.
+    """Loads the dictionary in a file of `torch.save`; tensors are views of the mapped file.
 
     Raises:
-        DataError: the file is damaged or of another format, or a tensor states more than it holds.
-        StoreError: it cannot be opened, or is not a regular file.
-        ConfigError: it has objects of classes other than DeepSpeed's.
+        DataError: the file is damaged or of another format, or a tensor is larger than its storage.
+        StoreError: the file cannot be opened, or is not a regular file.
+        ConfigError: the file has objects of classes other than DeepSpeed's.
     """
     with store_errors(str(path)), closing(LocalReadStream(path)) as file:
         nbytes = file.nbytes
     try:
-        with ZipFile(path) as archive:  # which torch.save does not compress
+        with ZipFile(path) as archive:  # torch.save does not compress
             if sum(entry.file_size for entry in archive.infolist()) > nbytes:
                 raise BadZipFile("it expands to more bytes than it has")
         names = get_unsafe_globals_in_checkpoint(str(path))
@@ -127,12 +127,14 @@ def _check_tensor(tensor: Tensor, nbytes: int) -> None:
 
 @dataclass(frozen=True)
 class RankPartition:
-    """A rank's share of main weights and optimizer state.
+    """One rank's share of main weights and optimizer state.
 
     Attributes:
-        flat_tensors: fp32 main weights, 1-D; one a group (stages 1, 2) or a sub-group (stage 3).
-        states: each flat tensor's optimizer state: tensors of its length or more, numbers.
-        options: the optimizer's parameter groups; `params` are indices of flats.
+        flat_tensors: fp32 main weights, 1-D; one tensor for each parameter group (stages 1 and 2)
+            or sub-group (stage 3).
+        states: each flat tensor's optimizer state: numbers, and tensors at least as long as the
+            flat tensor.
+        options: the optimizer's parameter groups; `params` are indices into `flat_tensors`.
     """
 
     flat_tensors: Sequence[Tensor]
@@ -142,12 +144,12 @@ class RankPartition:
 
 @dataclass(frozen=True)
 class ZeroFiles:
-    """The content of a checkpoint, as `read_zero_files` read it.
+    """The content of a checkpoint's files, as `read_zero_files` returns it.
 
     Attributes:
-        models: the model file of every rank at stage 3, else of rank 0.
-        paddings: elements of padding behind each parameter of each group, where there is any.
-        loss_scaler: its fields; empty where there was none.
+        models: content of the model files, of every rank at stage 3, else only of rank 0.
+        paddings: elements of padding behind each parameter of each group; None if there is none.
+        loss_scaler: fields of DeepSpeed's loss scaler; empty if there was none.
     """
 
     folder: Path
@@ -159,9 +161,9 @@ class ZeroFiles:
 
 
 def find_step_folder(path: Path) -> Path | None:
-    """The folder with the files, given it or its parent with DeepSpeed's `latest`; else None.
-    Raises DataError if `latest` names a folder that is not there, or holds no such files;
-    StoreError if a folder or `latest` cannot be read."""
+    """Returns the folder with DeepSpeed's files: `path`, or the folder that `path/latest` names;
+    None if there are no such files. Raises DataError if `latest` names a folder that does not exist
+    or holds no such files; StoreError if a folder or `latest` cannot be read."""
     if not path.is_dir():
         return None
     if _has_files(path):
@@ -198,7 +200,7 @@ def read_zero_files(folder: Path) -> ZeroFiles:
     models = {
         rank: load_weights_only(path) for rank, path in _files_by_rank(folder, _MODEL_FILE).items()
     }
-    # Its bf16 optimizer names no stage; it keeps its state as stage 1 does.
+    # DeepSpeed's bf16 optimizer saves no stage; its state has the layout of stage 1.
     stage = int(first.get("zero_stage", 1))
     if stage not in (1, 2, 3):
         raise ConfigError(f"{folder} is of stage {stage}", allowed=_SUPPORTED)
@@ -285,7 +287,7 @@ def _read_partition(state: dict[str, Any], stage: int, folder: Path) -> RankPart
         else ("single_partition_of_fp32_groups", "base_optimizer_state")
     )
     flats, inner = (_require_key(state, key, folder) for key in keys)
-    if isinstance(inner, list):  # elastic_checkpoint: a state for each group, and no options
+    if isinstance(inner, list):  # elastic_checkpoint: one state for each group, no options
         options: list[dict[str, Any]] = [{"params": [index]} for index in range(len(inner))]
         states = inner
     else:
@@ -314,7 +316,7 @@ class FlatRange:
 
 
 def rank_range(name: str, numel: int, rank: int, world_size: int) -> FlatRange:
-    """A rank's part of a parameter at stage 3."""
+    """Returns a rank's part of a parameter at stage 3."""
     length = -(-numel // world_size)
     start, stop = (min(edge * length, numel) for edge in (rank, rank + 1))
     return FlatRange(name, start, stop, length)
@@ -323,8 +325,8 @@ def rank_range(name: str, numel: int, rank: int, world_size: int) -> FlatRange:
 def cut_ranges(
     flat_ranges: Sequence[FlatRange], lengths: Sequence[int], slack: int = 0
 ) -> list[list[TensorRange]]:
-    """The parameter ranges in each flat tensor; offsets count elements. Raises DataError if the
-    sizes differ, so that the layout is not what is assumed here.
+    """Returns the parameter ranges in each flat tensor; offsets count elements. Raises DataError if
+    the sizes do not add up, which shows another layout than the one assumed here.
 
     Args:
         lengths: elements of each flat tensor, in order.
@@ -334,7 +336,7 @@ def cut_ranges(
     if not needed <= held <= needed + slack:
         raise DataError(
             f"the partitions hold {held} elements, the parameters need {needed}",
-            allowed="a checkpoint that all of its ranks wrote, of a version that is known here",
+            allowed="a checkpoint that all of its ranks wrote, of a DeepSpeed version up to 0.19",
         )
     ranges: list[list[TensorRange]] = [[] for _ in lengths]
     ends = list(accumulate(lengths))

@@ -1,7 +1,7 @@
-"""A training state in tensors, usually views of mapped files; weights in safetensors files.
+"""A training state made of tensors, usually views of mapped files; weights in safetensors files.
 
-Safetensors files have no optimizer state and do not mark buffers: all tensors are `weights/` until
-`rename_to_model` knows the model.
+Safetensors files have no optimizer state and do not tell buffers from parameters. All tensors are
+named `weights/...` until `rename_to_model` renames the buffers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FlatTensor:
     Attributes:
         memory: 1-D and contiguous, in CPU memory.
         ranges: offsets count elements of `memory`.
-        shapes: the full shape of each logical tensor in it.
+        shapes: full shape of each logical tensor in `ranges`.
     """
 
     memory: Tensor
@@ -55,13 +55,13 @@ class FlatTensor:
 
 
 def flatten(tensor: Tensor) -> Tensor:
-    """Its values, 1-D and contiguous; a copy only if they are not."""
+    """Returns a 1-D, contiguous view of a tensor; a copy if the tensor is not contiguous."""
     return tensor.detach().reshape(-1).contiguous()
 
 
 class TensorSource(StateSource):
-    """A `StateSource` with one block for each flat tensor. `step` counts finished steps; 0 if the
-    files do not say."""
+    """A `StateSource` with one block for each flat tensor. `step` is 0 if the files do not state
+    the number of finished steps."""
 
     def __init__(self, pieces: Sequence[FlatTensor], metadata: dict[str, Any]) -> None:
         pieces = [piece for piece in pieces if piece.ranges]
@@ -77,7 +77,7 @@ class TensorSource(StateSource):
         self._memory = [piece.memory for piece in pieces]
 
     def metadata(self, rank: int) -> dict[str, Any]:
-        """The same for every rank."""
+        """Returns the same JSON part for every rank."""
         return self._metadata
 
     def read(self, block: int, offset: int, into: memoryview) -> None:
@@ -88,7 +88,7 @@ class TensorSource(StateSource):
         self._memory.clear()
 
     def rename(self, names: Mapping[str, str | None]) -> None:
-        """Rename logical tensors; None drops them."""
+        """Renames logical tensors. A new name of None drops the tensor."""
         self.block_indexes = [_rename_index(table, names) for table in self.block_indexes]
 
 
@@ -106,8 +106,8 @@ def _rename_index(table: BlockIndex, names: Mapping[str, str | None]) -> BlockIn
 
 
 def checked_dtype_name(dtype: torch.dtype, tensor: str) -> str:
-    """The dtype's name in state indexes. Raises DataError, which names the tensor, if the dtype is
-    not supported."""
+    """Returns the dtype's name in state indexes. Raises DataError, which names the tensor, if the
+    dtype is not supported."""
     try:
         return dtype_name(dtype)
     except EngineError as error:
@@ -118,18 +118,21 @@ _SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
 def open_safetensors(path: Path) -> TensorSource | None:
-    """The weights in a file or folder; None if it has no safetensors under the usual names. Raises
-    DataError if files or tensors are missing or damaged; StoreError if a file cannot be read."""
+    """Opens the weights in a file or folder; None if it has no safetensors under the usual names.
+    Raises DataError if files or tensors are missing or damaged; StoreError if a file cannot be
+    read."""
     tensors = load_safetensors(path)
     if tensors is None:
         return None
-    pieces = [FlatTensor.from_tensor(f"weights/{name}", it) for name, (it, _) in tensors.items()]
+    pieces = [
+        FlatTensor.from_tensor(f"weights/{name}", tensor) for name, (tensor, _) in tensors.items()
+    ]
     return TensorSource(pieces, {"step": 0, "sample_cursor": 0, "groups": []})
 
 
 def load_safetensors(path: Path) -> dict[str, tuple[Tensor, Path]] | None:
-    """The tensors in a file or folder, as views of mapped files, each with its file; raises and
-    returns as `open_safetensors`."""
+    """Returns (tensor, path of its file) by name, of the tensors in a file or folder, as views of
+    mapped files. Returns None, and raises, as `open_safetensors`."""
     if path.is_file() and path.suffix == ".safetensors":
         return _load_file(path)
     if (path / _INDEX_FILE).is_file():
@@ -149,7 +152,7 @@ def _load_file(path: Path) -> dict[str, tuple[Tensor, Path]]:
 
 
 def _load_indexed(folder: Path) -> dict[str, tuple[Tensor, Path]]:
-    """All tensors that the index names, from the files that it names."""
+    """Loads all tensors that the index names, from the files that it names."""
     index = folder / _INDEX_FILE
     raw = LocalStore(folder).read(_INDEX_FILE)
     try:

@@ -192,6 +192,19 @@ def test_every_rank_gets_the_shared_values_of_all():
     assert got == [everything]
 
 
+def test_shared_values_are_in_the_order_of_ranks():
+    blocks, got = list[Block](), list[Any]()
+    for rank in range(12):
+        registry = StateRegistry()
+        registry.register("shared", lambda rank=rank: rank, lambda it: None, shared=True)
+        blocks.append(stored(registry, rank))
+    loaded = StateRegistry()
+    loaded.register("shared", list, got.append, shared=True)
+    loaded.read(BlocksSource(blocks), 0)
+    loaded.deliver()
+    assert got == [list(range(12))]
+
+
 def test_what_nobody_registers_is_told_once_and_dropped(caplog: pytest.LogCaptureFixture):
     registry = of_values(seen=1)
     registry.read(BlocksSource([stored(of_values(seen=7, ema=1.0, best=2.0))]), 0)
