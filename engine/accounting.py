@@ -92,7 +92,7 @@ def _persistent_tensors(
 
 
 # Dense peak of the tensor cores for bf16 and fp16, in flops a second, from the vendors' data
-# sheets; the longer name first. fp32 is counted as TF32: half of it.
+# sheets; a longer name precedes its prefix. fp32 counts as TF32, which has half of this.
 _PEAK_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,

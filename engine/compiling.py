@@ -135,8 +135,8 @@ def defer_dynamo_import() -> None:
     takes a second and 100 MB.
 
     The optimizers import torch._dynamo on their first use, to keep torch.compile from tracing them.
-    But torch.compile, too, imports it before it traces anything. May be called twice; does nothing
-    with a torch whose optimizers are built differently.
+    That is too early: torch.compile itself imports it before it traces anything. May be called
+    twice; does nothing with a torch whose optimizers are built differently.
     """
     for kind, name, plain in optimizer_methods_without_compiler():
         replace(kind, name, _without_dynamo(getattr(kind, name), plain))

@@ -17,8 +17,8 @@ CONTENT_ERRORS = (
     *(LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError),
     *(AssertionError, MemoryError),
 )
-"""Errors of libraries, and of code here, for unexpected keys, types, lengths and numbers in files;
-RuntimeError is also torch's, and RecursionError is one."""
+"""Errors of libraries, and of code here, for unexpected keys, types, lengths and numbers in files.
+torch raises RuntimeError, of which RecursionError is a subclass."""
 
 _PACKAGE_FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
 
@@ -52,7 +52,7 @@ class RayzeroError(Exception):
         return type(self), (self.seen, self.allowed, self.fix)
 
     def _render_traceback_(self) -> list[str]:
-        """The lines that notebooks and IPython show instead of a traceback through our code."""
+        """Returns lines that notebooks and IPython show instead of a traceback through our code."""
         return render_short(self)
 
 

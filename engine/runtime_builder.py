@@ -62,8 +62,8 @@ def make_runtime(
     context: BuildContext,
     factor: float,
 ) -> ZeroRuntime:
-    """Places the model's parameters and connects them to the ranks. `factor` is that by which
-    reduced gradients have yet to be multiplied, loss scaling aside."""
+    """Places the model's parameters and connects them to the ranks. Reduced gradients have yet to
+    be multiplied by `factor`, loss scaling aside."""
     stage = context.stage
     reduction = make_grad_reduction(config, context, factor)
     rayzero = config.rayzero

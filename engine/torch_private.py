@@ -204,7 +204,7 @@ def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
     nccl = nccl_backend(groups)
     try:
         if nccl is not None:
-            nccl._group_start()  # else aborts of several communicators could deadlock
+            nccl._group_start()  # ungrouped aborts of several communicators could deadlock
         for group in groups:
             group.abort()
         if nccl is not None:

@@ -155,8 +155,8 @@ class TrainingStep:
             self.meter.phases.leave()
 
     def begin_own(self) -> None:
-        """Called at the first gradient of a backward that the script runs itself. Its gradients get
-        the weight of their micro-batch, unless another engine has multiplied the loss by its."""
+        """Called at the first gradient of a backward that the script runs itself. The gradients get
+        the weight of the micro-batch, unless another engine has already weighted the loss."""
         scaler, tracker = self.runtime.precision.scaler, self.tracker
         others = factor_of_other()
         if others is None and scaler is not NO_SCALER and not self._scaled:
@@ -261,8 +261,8 @@ class TrainingStep:
     def _lose_step(self, before: TrainingProgress) -> None:
         """Forgets a step whose group broke, or whose samples were read before the ranks changed.
         The loader reads again from the last finished step; for a loop that will not read, another
-        group is asked for here. The rank stays `detached` until its next forward, as it does not
-        make the calls of the others meanwhile."""
+        group is asked for here. The rank stays `detached` until its next forward, because until
+        then it does not make the same calls as the others."""
         self.runtime.discard_gradients()
         self.abandon()
         self._progress.lose_step(before)

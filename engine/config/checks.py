@@ -53,7 +53,7 @@ def find_without_effect(config: EngineConfig) -> Iterator[str]:
 
 
 def find_conflicts(config: EngineConfig) -> Iterator[str]:
-    """Yields a line for every contradiction between keys of a config: the key, what is allowed."""
+    """Yields a line for every contradiction between keys of a config: how to resolve it."""
     zero = config.zero_optimization
     fp16 = config.fp16
     autocast = config.torch_autocast

@@ -32,7 +32,8 @@ def is_onebit(config: EngineConfig) -> bool:
 
 
 def find_compression_conflicts(config: EngineConfig) -> Iterator[str]:
-    """Yields a line for every contradiction between compression and other keys, with the change."""
+    """Yields a line for every contradiction between compression and other keys: how to resolve
+    it."""
     codecs = selected_codecs(config)
     seen = ", ".join(f"{key} is {name}" for key, name in codecs.items())
     if len({*codecs.values()}) > 1:

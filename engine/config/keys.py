@@ -54,7 +54,7 @@ class Key:
     reason: str = ""  # why it has no effect or is refused; empty for an implemented key
     alternative: str = ""  # what to use instead of a refused key
     active: str = ""  # name in `ACTIVE` of the test that `requests` uses
-    # Heading in `rayzero config explain` and docs/config.md; empty: that of the field before it.
+    # Heading in `rayzero config explain` and docs/config.md; empty: that of the previous field.
     group: str = ""
     old_names: tuple[str, ...] = ()  # older paths
     old_true: str | None = None  # what `true` under an old name stands for, if it was a boolean

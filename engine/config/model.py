@@ -148,7 +148,7 @@ class EngineConfig(ConfigSection, path=""):
         False, "gradients are divided before they are reduced over ranks"
     )
     gradient_predivide_factor: PositiveFloat = implemented(
-        1.0, "the divisor before the reduction; the rest is divided after it"
+        1.0, "the divisor before the reduction; gradients are divided by the rest after it"
     )
     communication_data_type: DtypeName | None = implemented(
         None,

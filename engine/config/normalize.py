@@ -202,7 +202,7 @@ def _resolve_auto(
         _set_path(document, TOTAL_STEPS_PATH, 1)  # valid: "auto" is not reported a second time
         mistakes.append(
             f"{TOTAL_STEPS_PATH}: auto is the number of steps of a job (`steps:` in its job file), "
-            "but this is no job; write the number (transformers and Accelerate fill it in)"
+            "but there is no job; write the number (transformers and Accelerate fill it in)"
         )
     for path, rule in AUTO_RULES.items():
         if get_path(document, path) == AUTO:

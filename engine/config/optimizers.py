@@ -179,7 +179,8 @@ class MuonParams(OptimizerParams):
     ] = None
 
     def arguments(self) -> dict[str, Any]:
-        """`split_muon_groups` puts all other params into the groups' options."""
+        """Returns only `decoupled`: `split_muon_groups` puts all other params into the options of
+        the groups."""
         return {"decoupled": self.adam_w_mode}
 
 

@@ -271,8 +271,8 @@ _PARAMS = {
     for model in models.values()
     for param in model.model_fields
 }
-"""Paths of params that were written next to `params` by mistake. They are refused: dropped as
-unknown keys, they would have no effect on the training."""
+"""Paths of params written next to `params`, by mistake. They are refused: dropped as unknown keys,
+they would have no effect on the training."""
 
 _FOREIGN = {"fp16_opt_level"}
 """Keys of other libraries (Apex) in public configs: dropped, although they resemble a known key."""

@@ -86,8 +86,7 @@ class ZeroConfig(ConfigSection, path="zero_optimization"):
         None,
         "elements reduced together. At stages 0 to 2 it is the size of a bucket, by default an "
         "eighth of the model: 250 thousand to 4 million on CPUs, 25 to 64 million on GPUs. Stages "
-        "2 and 3 reduce a longer parameter or block in parts of this size, by default of at most 4 "
-        "million on CPUs and 64 million on GPUs",
+        "2 and 3 reduce a longer parameter or block in parts of this size, by default 64 million",
     )
     allgather_bucket_size: NonNegativeSize | None = implemented(
         None,
