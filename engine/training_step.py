@@ -158,19 +158,19 @@ class TrainingStep:
         """Called at the first gradient of a backward that the script runs itself. The gradients get
         the weight of the micro-batch, unless another engine has already weighted the loss."""
         scaler, tracker = self.runtime.precision.scaler, self.tracker
-        others = factor_of_other()
-        if others is None and scaler is not NO_SCALER and not self._scaled:
+        other_factor = factor_of_other()
+        if other_factor is None and scaler is not NO_SCALER and not self._scaled:
             raise EngineError(
                 f"a loss that was not scaled began backward(), and the loss scale is "
                 f"{scaler.value:g}",
                 allowed="engine.scale(loss).backward(), or engine.backward(loss)",
             )
-        self._own_weight = weight = self._begin_micro_batch() if others is None else 1.0
+        self._own_weight = weight = self._begin_micro_batch() if other_factor is None else 1.0
         first, again = self._prepare_backward()
         tracker.begin_backward()
-        self.meter.step_work.count_backward(0.0 if again or others else weight)
+        self.meter.step_work.count_backward(0.0 if again or other_factor else weight)
         factor = weight / self.settings.post_reduce_scale
-        factor = factor if others is None else factor * self.loss_scale / others
+        factor = factor if other_factor is None else factor * self.loss_scale / other_factor
         self.runtime.reducer.begin_backward(first=first, last=self._reduces, factor=factor)
 
     def finish_own(self) -> None:
@@ -184,7 +184,7 @@ class TrainingStep:
         self.meter.phases.leave()
 
     def abandon_own(self) -> None:
-        """Called when such a backward has failed: the script may call it again."""
+        """Called when a backward of the script has failed: the script may call it again."""
         self._scaled.clear()
         self.tracker.abandon_backward()
 
