@@ -13,9 +13,9 @@ plus, bounded by a few units: slots (gathered weights), grad_slots (gradients be
 reduction: three parts at most) and staging (parts received from other ranks). Offloaded bytes, in
 host memory or files, are counted separately.
 
-MFU is that of Chowdhery et al., "PaLM", 2022, appendix B. Of an eager model the operations that ran
-are counted, by `torch.utils.flop_counter`, with activation checkpointing's recomputation. Where
-torch.compile is used they are estimated from the model's size, see `flops_per_token`.
+MFU is that of Chowdhery et al., "PaLM", 2022, appendix B. The operations of an eager model are
+counted by `torch.utils.flop_counter`, recomputation by activation checkpointing included. Where
+torch.compile is used, flops are estimated from the model's size (`flops_per_token`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rayzero.engine.zero.runtime import ZeroRuntime
 
 
 def bytes_by_class(runtime: ZeroRuntime, optimizer: ShardedOptimizer) -> dict[str, int]:
-    """Bytes by class; memory with two uses is counted once, as model weights.
+    """Returns bytes by class; memory with two uses is counted once, as model weights.
 
     Classes: model_weights, main_weights (0 where they are the model weights), main_grads,
     optimizer_state, error_feedback (0 without it), second_shards (0 without
@@ -75,7 +75,8 @@ def bytes_by_class(runtime: ZeroRuntime, optimizer: ShardedOptimizer) -> dict[st
 def _persistent_tensors(
     runtime: ZeroRuntime, optimizer: ShardedOptimizer
 ) -> Iterator[tuple[str, MemoryKind, Tensor]]:
-    """All of the engine's tensors that persist between two steps, each once."""
+    """Yields (class, kind of memory, tensor) for each of the engine's tensors that persist between
+    two steps, each once."""
     for unit in runtime.units:
         weights = unit.weights.persistent_tensor
         yield "model_weights", unit.weights.memory_kind, weights
@@ -91,7 +92,7 @@ def _persistent_tensors(
 
 
 # Dense peak of the tensor cores for bf16 and fp16, in flops a second, from the vendors' data
-# sheets; the longer name first. fp32 is counted as TF32: half of it.
+# sheets; a longer name precedes its prefix. fp32 counts as TF32, which has half of this.
 _PEAK_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -109,7 +110,7 @@ _PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """A device's peak in flops per second; None if unknown, as for CPUs."""
+    """Returns a device's peak in flops per second; None if unknown, as for CPUs."""
     name = get_device(device).name
     peak = next((peak for model, peak in _PEAK_FLOPS.items() if model in name), None)
     if peak is None or dtype.itemsize == 2:
@@ -124,7 +125,7 @@ class _NoModules(nullcontext[None]):
 
 
 class FlopCount(FlopCounterMode):
-    """Counts without regard to modules: the hooks that tell them apart hold what activation
+    """A flop counter that does not tell modules apart: the hooks which do that hold what activation
     checkpointing recomputes until the end of backward."""
 
     def __init__(self) -> None:
@@ -133,11 +134,13 @@ class FlopCount(FlopCounterMode):
 
 
 def flops_per_token(runtime: ZeroRuntime) -> int:
-    """An estimate for a micro-step, of all parameters as if each were multiplied once per token.
+    """Estimates the flops of a micro-step per token, as if each parameter were multiplied once per
+    token.
 
-    2 in forward, 2 for the gradient of the activation, 2 for that of a parameter that is trained
-    (Chowdhery et al., appendix B). Attention's products of activations and recomputation are left
-    out; all experts of a mixture count, as do embeddings that are only looked up.
+    A parameter counts 2 flops in forward, 2 for the gradient of the activation, and 2 for its own
+    gradient if it is trained (Chowdhery et al., appendix B). Attention's products of activations,
+    and recomputation, are left out; all experts of a mixture count, as do embeddings that are only
+    looked up.
     """
     trained = sum(unit.layout.logical_numel for unit in runtime.units if unit.grads is not None)
     frozen = sum(unit.layout.logical_numel for unit in runtime.units if unit.grads is None)
@@ -150,19 +153,20 @@ def _counter(*, enabled: bool) -> AbstractContextManager[FlopCount | None]:
 
 
 class StepWork:
-    """Sums a step's work on this rank, from which that of all ranks is estimated.
+    """Sums a step's work on this rank, from which the work of all ranks is estimated.
 
-    Flops are determined once, in the second micro-step of a run, since later ones are the same, and
-    only if the device's peak is known (in flops per second): the counter imports torch's compiler,
-    which takes seconds. Under the counter, as under any dispatch mode, torch.compile leaves a
-    function eager for the rest of the process. So it runs only if torch.compile was not used by the
-    end of the first micro-step; otherwise the flops are `flops_per_token` for each token.
+    Flops are determined once, in the second micro-step of a run: later micro-steps have as many.
+    This is done only if the device's peak is known (in flops per second), since the counter imports
+    torch's compiler, which takes seconds. In a dispatch mode such as the counter, torch.compile
+    leaves a function eager for the rest of the process. Flops are therefore counted only if
+    torch.compile was not used by the end of the first micro-step; otherwise they are estimated as
+    `flops_per_token` for each token.
     """
 
     def __init__(self, micro_steps: int, peak: float | None, flops_per_token: int = 0) -> None:
         self.micro_step_flops = 0  # of forward and backward on this rank; 0 until known
         self.micro_steps = micro_steps  # of a step
-        # What was read of a stream in the step that ends, by source.
+        # Returns what the step that ends has read of a stream, by source.
         self.take_stream_counts: Callable[[], dict[str, dict[str, int]]] = dict
         self._peak_flops = peak
         self._flops_per_token = flops_per_token
@@ -176,13 +180,14 @@ class StepWork:
 
     @contextmanager
     def track_forward(self, module: nn.Module, inputs: Any) -> Iterator[None]:
-        """Around a forward of `inputs`, which counts if a backward follows. Tokens are the elements
-        of the first integer tensor with more dimensions than the batch's."""
+        """Encloses a forward of `inputs`, which counts if a backward follows. Tokens are the
+        elements of the first integer tensor that has more dimensions than the batch's."""
         if not torch.is_grad_enabled():
             yield
             return
-        integers = (it for it in iter_tensors(inputs) if it.dtype in (torch.int64, torch.int32))
-        self._pending_tokens = next((it.numel() for it in integers if it.ndim >= 2), 0)
+        tensors = [tensor for tensor in iter_tensors(inputs) if tensor.ndim >= 2]
+        tokens = [tensor for tensor in tensors if tensor.dtype in (torch.int64, torch.int32)]
+        self._pending_tokens = tokens[0].numel() if tokens else 0
         self._is_due = self._unknown and self._had_backward
         with _counter(enabled=self._is_due and not uses_compiler(module)) as counter:
             yield
@@ -200,13 +205,14 @@ class StepWork:
         self._end_backward(tokens, flops)
 
     def count_backward(self, weight: float) -> None:
-        """Counts as `track_backward` does, for a backward that is running already: it has about
-        twice the flops of its forward."""
+        """Counts a backward that is already running, so that `track_backward` cannot enclose it.
+        Its flops are taken to be twice those of its forward."""
         tokens, forward = self._begin_backward(weight), self._forward_flops
         self._end_backward(tokens, None if forward is None else 3 * forward)
 
     def _begin_backward(self, weight: float) -> int:
-        """The tokens of its forward."""
+        """Adds the weight of a backward and the tokens of its forward to the step; returns the
+        tokens."""
         tokens, self._pending_tokens = self._pending_tokens, 0
         self._tokens += tokens
         self._weight += weight
@@ -219,9 +225,9 @@ class StepWork:
             self.micro_step_flops = tokens * self._flops_per_token if counted is None else counted
 
     def end_step(self, step_s: float) -> dict[str, float]:
-        """Returns the step's metrics, as far as they are known, and resets them.
+        """Returns the step's metrics, as far as they are known, and resets the sums.
 
-        step_tokens over all ranks; flops_per_s of this rank; mfu of its device.
+        The metrics are step_tokens of all ranks, flops_per_s of this rank, mfu of its device.
         """
         metrics = {}
         if self._tokens and self._weight:

@@ -70,13 +70,14 @@ def build_training_step(
     undo: ExitStack,
 ) -> TrainingStep:
     """Builds an engine's parts from a checked config; the host's session may have a state to
-    restore. `undo` gets what leaves the model to another engine, for an error. Collective."""
+    restore. `undo` gets a callback that removes the hooks from the model, so that another engine
+    can be built of the model after an error. Collective."""
     check_packages(config)
     session.on_model(model)
     with session.resume_from() as source:
         if source is not None:
             config = with_saved_batch_sizes(config, source.metadata(0))
-        if STAGES[config.zero_optimization.stage].shards_weights:  # on one rank too: more may join
+        if STAGES[config.zero_optimization.stage].shards_weights:  # also on one rank: more may join
             apply_leaf_names(model, config.zero_optimization.leaf_module)
             refuse_compiled(modules_around(model, _find_blocks(model, config)))
         groups = _resolve_param_groups(config, model, model_parameters, optimizer)
@@ -127,7 +128,7 @@ def compile_model(
 
 
 def _find_blocks(model: nn.Module, config: EngineConfig) -> list[nn.Module]:
-    """Stage 3's blocks, on one rank too: more may join; none at the other stages."""
+    """Returns the blocks of stage 3, also on one rank: more may join. None at other stages."""
     if not STAGES[config.zero_optimization.stage].shards_weights:
         return []
     return find_blocks(model, config.rayzero.unshard_modules)
@@ -149,8 +150,8 @@ def _resolve_param_groups(
 
 
 def with_saved_batch_sizes(config: EngineConfig, saved: dict[str, Any]) -> EngineConfig:
-    """The config with the batch sizes of the saved state, so that a step has the same samples at
-    any world size. A config with another global batch keeps its own."""
+    """Returns the config with the batch sizes of the saved state, so that a step has the same
+    samples at any world size. A config with another global batch keeps its own sizes."""
     total = saved.get("global_batch")
     given, steps = config.train_batch_size, config.gradient_accumulation_steps
     if total is None or given not in (None, total) or (given == total and steps is None):
@@ -174,13 +175,13 @@ def make_build_context(
     elastic: bool,
     precision: Precision | None = None,
 ) -> BuildContext:
-    """The context of one rank; `precision` is that of an engine that is re-cut. On the meta device
-    an engine can be built, but not run."""
+    """Returns the build context of one rank. `precision` is that of an engine that is re-cut; by
+    default it is chosen for the config. On the meta device an engine can be built, but not run."""
     zero = config.zero_optimization
     precision = precision or choose_precision(config, device)
     offload = plan_offload(zero, precision, device, collectives)
-    # Shards may be stored in other memory than the device's; and an engine that begins on one rank
-    # is re-cut when others join.
+    # One rank shards nothing, unless shards are stored in other memory than the device's, or the
+    # engine may be re-cut for ranks that join later.
     is_fixed = not (offload.separate_memory or elastic)
     stage = STAGES[zero.stage].for_world_size(collectives.world_size, is_fixed=is_fixed)
     if not config.rayzero.reduce_each_micro_step:
@@ -205,7 +206,8 @@ def resolve_settings(
     device: torch.device,
     shares: Sequence[float],
 ) -> Settings:
-    """The settings on these ranks. Raises ConfigError if the batch sizes do not fit them."""
+    """Returns the settings for these ranks. Raises ConfigError if the batch sizes do not fit the
+    number of ranks."""
     world_size = collectives.world_size
     batches = resolve_batch_sizes(config, world_size, shares)
     scale = post_reduce_scale(
@@ -220,7 +222,7 @@ def resolve_settings(
 
 
 def split_step(settings: Settings, collectives: Collectives) -> StepSplit:
-    """This rank's micro-batches of every step."""
+    """Returns this rank's micro-batches of every step."""
     batches = settings.batches
     return StepSplit(
         assign_step(
@@ -239,7 +241,7 @@ def make_loader(
     collate_fn: Callable[[list[Any]], Any] | None,
     session: HostSession | None,
 ) -> StepLoader:
-    """The loader of this rank's part of every step."""
+    """Returns the loader of this rank's part of every step."""
     seed = session.seed if session is not None else 0
     if isinstance(data, BlockSource):
         data = stream(data)
@@ -263,7 +265,7 @@ def make_loader(
 
 
 def make_model(model: nn.Module | Callable[[], nn.Module] | None) -> nn.Module:
-    """The model, or what a function that builds it returns, without allocating its memory."""
+    """Returns the model. A function that builds it is called without allocating its memory."""
     if isinstance(model, nn.Module):
         return model
     if not callable(model):
@@ -323,7 +325,7 @@ def _make_schedule(
         if not hasattr(given, "step") and not callable(given):
             raise ConfigError(
                 f"initialize(lr_scheduler=...) got {type(given).__name__}",
-                allowed="a scheduler over the optimizer, or a function that makes one of it",
+                allowed="a scheduler of the optimizer, or a function that makes one",
             )
         return check_schedule(given if hasattr(given, "step") else given(optimizer), optimizer)
     return None if config.scheduler is None else make_schedule(config.scheduler, optimizer)

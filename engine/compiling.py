@@ -1,8 +1,9 @@
 """torch.compile together with the engine's hooks, without importing the compiler.
 
 `module.compile()` and `torch.compile(module)` run the module's hooks outside the compiled frames.
-A hook that is marked as `untraced` is not compiled itself, so a block is one graph. A compiled
-module that contains blocks of stage 3 would have their hooks inside its graph: it is refused.
+A hook that is marked as `untraced` is not compiled itself, so a block is one graph. If a module
+around blocks of stage 3 were compiled, the blocks' hooks would be inside its graph: such a module
+is refused.
 """
 
 from __future__ import annotations
@@ -37,20 +38,21 @@ _FIX = (
 
 
 def untraced(function: F, *, also_callees: bool = True) -> F:
-    """Marks a function that torch.compile calls, and neither compiles nor traces into; nor into
-    what it calls."""
+    """Marks a function that torch.compile is to call without compiling or tracing it, nor, with
+    `also_callees`, what it calls."""
     reason = f"rayzero gathers weights here; {_FIX}"
     return disable_compiler(function, reason, also_callees=also_callees)
 
 
 def uses_compiler(model: nn.Module) -> bool:
-    """Whether a module of the model is compiled, or torch.compile has made a graph of any function
-    in this process so far."""
+    """Returns whether a module of the model is compiled, or torch.compile has made a graph of any
+    function in this process so far."""
     return compiled_graphs() > 0 or any(map(is_compiled, model.modules()))
 
 
 def modules_around(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[nn.Module, str]:
-    """The modules that contain a block and are not its wrapper, each with its name."""
+    """Returns {module: name} for the modules that contain a block. torch.compile's wrapper of a
+    block is not such a module."""
     inner = set(blocks)
 
     def contains_block(module: nn.Module) -> bool:
@@ -64,8 +66,8 @@ def modules_around(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[nn.Mod
 
 
 def refuse_compiled(around: Mapping[nn.Module, str]) -> None:
-    """Raises ConfigError if a module around blocks of stage 3 is compiled, or since `around` was
-    made was replaced by torch.compile's wrapper of it. Called before each forward."""
+    """Raises ConfigError if a module around blocks of stage 3 is compiled, or if torch.compile's
+    wrapper has replaced it since `around` was made. Called before each forward."""
     for module, name in around.items():
         if is_compiled(module):
             raise whole_compile_error(f"module {name!r}" if name else "model")
@@ -86,7 +88,8 @@ def compile_in_place(
 ) -> None:
     """Compiles a model, or its blocks if there are any; `options` are torch.compile's.
 
-    Of nested blocks the inner ones; what `torch.compile` has wrapped already is left as it is.
+    Of nested blocks, only the innermost are compiled. A module that `torch.compile` has already
+    wrapped is left as it is.
     """
     around = modules_around(model, blocks)
     for module in blocks or [model]:
@@ -98,13 +101,13 @@ def keep_batch_size_dynamic(model: nn.Module, hooks: list[RemovableHandle]) -> N
     """Lets the compiled modules of a model take another number of samples without being compiled
     again, which would delay the first step on another number of ranks.
 
-    Marks the first dimension of their inputs, where it is the micro-batch's, as dynamic. A
-    micro-batch of one sample has its own graph nonetheless: torch.compile treats a size of 1 as a
-    constant.
+    Hooks mark the first dimension of the modules' inputs, where it is the micro-batch's, as
+    dynamic. A micro-batch of one sample has its own graph nonetheless: torch.compile treats a size
+    of 1 as a constant.
 
     Args:
-        hooks: takes the handles of the hooks on the model, and after its first forward of those on
-            its compiled modules; a module that is compiled later is not followed.
+        hooks: gets the handles of the hooks: now those on the model, in the model's first forward
+            those on its compiled modules. A module that is compiled later gets no hook.
     """
 
     def find_compiled(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -113,7 +116,7 @@ def keep_batch_size_dynamic(model: nn.Module, hooks: list[RemovableHandle]) -> N
         first.remove()
         compiled = filter(is_compiled, model.modules())
         hooks.extend(part.register_forward_pre_hook(mark, with_kwargs=True) for part in compiled)
-        if is_compiled(model):  # the hooks of this forward were listed before
+        if is_compiled(model):  # this forward's list of hooks was made before
             mark(model, args, kwargs)
 
     def mark(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -131,9 +134,9 @@ def defer_dynamo_import() -> None:
     """Lets torch's optimizers run without torch._dynamo until something else imports it, which
     takes a second and 100 MB.
 
-    They import it on their first use, to keep torch.compile from tracing into them; but nothing is
-    traced before somebody has imported it, which torch.compile does. May be called twice; does
-    nothing with a torch whose optimizers are built differently.
+    The optimizers import torch._dynamo on their first use, to keep torch.compile from tracing them.
+    That is too early: torch.compile itself imports it before it traces anything. May be called
+    twice; does nothing with a torch whose optimizers are built differently.
     """
     for kind, name, plain in optimizer_methods_without_compiler():
         replace(kind, name, _without_dynamo(getattr(kind, name), plain))

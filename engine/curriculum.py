@@ -1,6 +1,7 @@
 """Changes of a model's forward by the number of finished steps: curriculum, layer and token drop.
 
-Pure functions of the step, so a run continues them after a repair, a resize or from a checkpoint.
+The changes are pure functions of the step, so they continue after a repair or a resize, and from a
+checkpoint.
 Sources: curriculum by sequence length, Li et al. 2022; progressive layer drop, Zhang and He 2020;
 random layerwise token dropping, Yao et al. 2022.
 """
@@ -25,8 +26,8 @@ from rayzero.engine.tensor_tree import iter_tensors, map_tensors
 def difficulty(
     config: CurriculumConfig, step: int, custom: Callable[[int], int] | None = None
 ) -> int:
-    """The difficulty of a step, counted from 1. Raises ConfigError if the schedule is custom and
-    there is no function."""
+    """Returns the difficulty of a step; steps are counted from 1. Raises ConfigError if the
+    schedule is custom and there is no function."""
     schedule = config.schedule_config
     low, high = config.min_difficulty or 1, config.max_difficulty or 1
     if config.schedule_type == "custom":
@@ -45,26 +46,27 @@ def difficulty(
 
 
 def keep_probability(config: LayerDropConfig, step: int) -> float:
-    """Progressive layer drop's theta after `step` finished steps."""
+    """Returns progressive layer drop's theta after `step` finished steps."""
     return (1.0 - config.theta) * math.exp(-config.gamma * step) + config.theta
 
 
 def kept_tokens(config: RandomLtdConfig, step: int) -> int:
-    """Tokens that random-LTD keeps after `step` finished steps."""
+    """Returns how many tokens random-LTD keeps after `step` finished steps."""
     schedule, steps = config.random_ltd_schedule, config.random_ltd_schedule.schedule_config
     low, high = schedule.min_value or 1, schedule.max_value or 1
     return _grow(low, high, step / (steps.require_steps or 1), steps.seq_per_step)
 
 
 def _grow(low: int, high: int, grown: float, multiple: int) -> int:
-    """A multiple between two bounds, at least the first at or above the lower one."""
+    """Returns the value at the fraction `grown` of the way from `low` to `high`, rounded down to a
+    multiple of `multiple`: at least the first multiple that is not below `low`, at most `high`."""
     value = math.floor(low + grown * (high - low))
     return min(max(value - value % multiple, -(-low // multiple) * multiple), high)
 
 
 class ScheduledInputs:
-    """Adds to a model's inputs in training what the config's schedules say. `custom` is the
-    function of a custom curriculum. Used by the training thread."""
+    """Changes a model's inputs in training as the config's schedules say. `custom` is the function
+    of a custom curriculum. Used by the training thread."""
 
     def __init__(self, config: EngineConfig, progress: TrainingProgress) -> None:
         self._curriculum = config.curriculum_learning
@@ -74,13 +76,13 @@ class ScheduledInputs:
 
     @property
     def keep_probability(self) -> float:
-        """The current step's."""
+        """The probability of keeping a layer in the current step."""
         return keep_probability(self._layer_drop, self._progress.step)
 
     def apply(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The inputs of a forward."""
+        """Returns the changed inputs of a forward."""
         if not model.training:
             return args, kwargs
         if self._layer_drop.enabled:
@@ -96,7 +98,7 @@ class ScheduledInputs:
 
 def _check_takes_layer_drop(model: nn.Module) -> None:
     parameters = inspect.signature(model.forward).parameters
-    takes_any = any(it.kind is it.VAR_KEYWORD for it in parameters.values())
+    takes_any = any(param.kind is param.VAR_KEYWORD for param in parameters.values())
     missing = [name for name in ("progressive_layer_drop", "pld_theta") if name not in parameters]
     if missing and not takes_any:
         raise ConfigError(
@@ -109,21 +111,25 @@ def _check_takes_layer_drop(model: nn.Module) -> None:
 
 
 def _cut(inputs: Any, length: int) -> Any:
-    """Inputs with all tensors cut that are, in dimension 1, as long as the first one."""
-    longest = next((it.shape[1] for it in iter_tensors(inputs) if it.ndim > 1), 0)
-    if longest <= length:
+    """Cuts dimension 1 of the inputs' tensors to `length`. The first tensor that has a dimension 1
+    tells the sequence length; tensors of another length there are not cut."""
+    lengths = [tensor.shape[1] for tensor in iter_tensors(inputs) if tensor.ndim > 1]
+    if not lengths or lengths[0] <= length:
         return inputs
-    return map_tensors(
-        inputs, lambda it: it[:, :length] if it.ndim > 1 and it.shape[1] == longest else it
-    )
+
+    def cut(tensor: Tensor) -> Tensor:
+        is_sequence = tensor.ndim > 1 and tensor.shape[1] == lengths[0]
+        return tensor[:, :length] if is_sequence else tensor
+
+    return map_tensors(inputs, cut)
 
 
 class TokenDropLayer:
     """Random-LTD's hooks on one layer: its input is cut to random tokens, in their order, and its
-    output is put back between those that skip it.
+    output is put back between the tokens that skip the layer.
 
-    `count` tells how many tokens are kept now. The indices come from torch's generator, which is
-    part of the training state; a recomputed forward draws the same ones.
+    `count` returns how many tokens are kept at present. The indices come from torch's generator,
+    which is part of the training state; a recomputed forward draws the same indices.
     """
 
     def __init__(self, layer: nn.Module, config: RandomLtdConfig, count: Callable[[], int]) -> None:
@@ -165,8 +171,8 @@ class TokenDropLayer:
         return index.unsqueeze(-1).expand(*index.shape, hidden.shape[-1])
 
     def _cut_mask(self, mask: Tensor, index: Tensor) -> Tensor:
-        """Cuts a mask (..., length) or (..., length, length); an encoder's by the sample's own
-        tokens."""
+        """Cuts a mask of shape (..., length) or (..., length, length): a decoder's to the first
+        tokens, an encoder's to the tokens that each sample keeps."""
         kept = index.shape[1]
         if self._config.model_type == "decoder":
             return mask[..., :kept, :kept]
@@ -187,8 +193,8 @@ def drop_tokens(
     config: RandomLtdConfig,
     progress: TrainingProgress,
 ) -> list[TokenDropLayer]:
-    """Puts random-LTD's hooks on the layers of a type that the config numbers. Raises ConfigError
-    if the model has too few."""
+    """Puts random-LTD's hooks on those layers of type `layer_type` whose numbers the config lists.
+    Raises ConfigError if the model has too few layers of that type."""
     layers = [module for module in model.modules() if isinstance(module, layer_type)]
     if max(config.random_ltd_layer_id, default=-1) >= len(layers):
         raise ConfigError(

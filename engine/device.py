@@ -1,7 +1,7 @@
 """The device of this process: streams, events, host reads, pinned memory, random state, health.
 
-The only module that calls `torch.cuda` and `torch.accelerator`. All others use the `Device` of
-`get_device`, so they run unchanged on another one: tests replace it with `replace_device`.
+This is the only module that calls `torch.cuda` and `torch.accelerator`. All others use the `Device`
+of `get_device`, so they run unchanged on another device: tests install one with `replace_device`.
 
 Order on an asynchronous device. Kernels and non-blocking copies return when they are enqueued, and
 run in the order of their stream. Another stream sees their results after `wait_stream` or
@@ -46,7 +46,7 @@ _POISONED = (
     "busy or unavailable",
     "execution_failed",
 )
-"""In CUDA's texts of errors after which every later call of the process fails."""
+"""Parts of the messages of CUDA errors after which every later call of the process fails."""
 
 
 class DeviceError(RayzeroError):
@@ -54,38 +54,38 @@ class DeviceError(RayzeroError):
 
 
 class Event:
-    """A point in a stream; `torch.Event`, or this one on a CPU, where it is always reached."""
+    """A point in a stream: `torch.Event`, or on a CPU this class, which is always reached."""
 
     def synchronize(self) -> None:
-        """Returns when the stream has reached it. Releases the GIL."""
+        """Waits until the stream has reached the event. Releases the GIL."""
 
     def query(self) -> bool:
-        """Whether the stream has reached it."""
+        """Returns whether the stream has reached the event."""
         return True
 
 
 class Stream:
-    """A queue of kernels and copies; `torch.Stream`, or this one on a CPU, always empty."""
+    """A queue of kernels and copies: `torch.Stream`, or on a CPU this class, which is empty."""
 
     def wait_stream(self, other: Stream) -> None:
-        """Makes what is enqueued here from now on run after what is enqueued on `other` so far."""
+        """Makes work that is enqueued here later run after all work that `other` has by now."""
 
     def wait_event(self, event: Event) -> None:
-        """Makes what is enqueued here from now on run after the event."""
+        """Makes work that is enqueued here later run after the event."""
 
     def synchronize(self) -> None:
-        """Returns when all that is enqueued here has run. Releases the GIL."""
+        """Waits until all work that is enqueued here has run. Releases the GIL."""
 
 
 class Device:
-    """One device. In this class a CPU: every operation has run when it returns.
+    """A device. The base class is a CPU: every operation has run when it returns.
 
     Attributes:
-        asynchronous: operations may run after they returned.
+        asynchronous: operations may return before they have run.
         separate_memory: the device's memory is not host memory.
-        backend: torch.distributed's for its tensors.
-        bucket_numel: the fewest and most elements of a bucket.
-        part_numel: the most elements of a longer unit, such as an embedding, to reduce at once.
+        backend: torch.distributed's backend for the device's tensors.
+        bucket_numel: the fewest and the most elements of a bucket.
+        part_numel: the most elements of a unit longer than a bucket that are reduced at once.
     """
 
     asynchronous = False
@@ -102,62 +102,63 @@ class Device:
         return self.torch_device.type
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether a tensor is in this device's memory; on a CPU all are."""
+        """Returns whether a tensor is in memory of this type of device."""
         return tensor.device.type == self.torch_device.type
 
     def make_current(self) -> None:
-        """Makes it the calling thread's default. That of a new thread is device 0."""
+        """Makes this the calling thread's current device. A new thread's is device 0."""
 
     def new_stream(self) -> Stream:
-        """A stream that runs beside all others."""
+        """Returns a stream that runs concurrently with all others."""
         return Stream()
 
     def current_stream(self) -> Stream:
-        """The calling thread's."""
+        """Returns the calling thread's current stream."""
         return Stream()
 
     @contextmanager
     def use_stream(self, stream: Stream) -> Iterator[None]:
-        """Makes `stream` the calling thread's; it does not wait for the one before."""
+        """Makes `stream` the current stream of the calling thread, in the context. It does not wait
+        for the stream that was current before."""
         yield
 
     def record_event(self) -> Event:
-        """An event behind all that is enqueued on the current stream."""
+        """Returns an event after all work that is enqueued on the current stream."""
         return Event()
 
     def record_use(self, tensor: Tensor) -> None:
-        """The current stream uses a tensor that another one may have allocated: its memory is not
-        given to others before that."""
+        """Keeps a tensor's memory, which another stream may have allocated, from being reused
+        before the work that is enqueued on the current stream by now has run."""
 
     def synchronize(self, timeout_s: float | None = None) -> None:
-        """Returns when all streams are empty. Raises DeviceError after `timeout_s`."""
+        """Waits until all streams are empty. Raises DeviceError after `timeout_s`."""
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A tensor of this device in host memory, after what is enqueued on the current stream;
-        the tensor itself on a CPU. The host waits."""
+        """Returns a copy in host memory, made after the work that is enqueued on the current
+        stream; the tensor itself on a CPU. The host waits."""
         return tensor.detach()
 
     def read(self, tensor: Tensor) -> list[float]:
-        """The elements of a tensor, by `to_host`: the only wait of the host in a training step
-        without offload: once in it, twice in a job's first steps."""
+        """Returns the elements of a tensor, through `to_host`. Without offload, the host waits
+        nowhere else in a training step: here once, twice in a job's first steps."""
         values: list[float] = self.to_host(tensor).reshape(-1).tolist()
         return values
 
     def send(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        """A new flat tensor on the device. The host does not wait."""
+        """Returns a new flat tensor on the device. The host does not wait."""
         return torch.tensor(values, dtype=dtype, device=self.torch_device)
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Host memory, pinned if that lets copies from and to the device run asynchronously."""
+        """Returns host memory, pinned if that makes copies to and from the device asynchronous."""
         return torch.empty(numel, dtype=dtype)
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """A copy in memory of `host_empty`; the tensor itself on a CPU."""
+        """Returns a copy in pinned memory; the tensor itself on a CPU."""
         return tensor
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """A copy, enqueued on the current stream; the tensor itself if it is on the device. The
-        host does not wait if `tensor` is pinned."""
+        """Returns a copy on the device, enqueued on the current stream; the tensor itself if it is
+        there. The host does not wait if `tensor` is pinned."""
         return tensor.to(self.torch_device, non_blocking=True)
 
     def register_host(self, memory: Tensor) -> None:
@@ -165,26 +166,26 @@ class Device:
         Raises EngineError if the system refuses."""
 
     def unregister_host(self, memory: Tensor) -> None:
-        """Ends `register_host`, with no copy in flight; before the memory is unmapped."""
+        """Undoes `register_host`: before the memory is unmapped, with no copy in flight."""
 
     def peak_bytes(self) -> int | None:
-        """The most bytes that this process had allocated; None on a CPU, or if it had none."""
+        """Returns the most bytes that this process had allocated; None if it had none, on a CPU."""
         return None
 
     def utilization(self) -> float | None:
-        """Share of the last second, or less, in which the device ran a kernel, of any process; None
-        if that is not known: on a CPU, without the package nvidia-ml-py, of a part of a GPU."""
+        """Returns the fraction of the last second, or less, in which the device ran kernels of any
+        process; None if unknown: on a CPU or part of a GPU, without the package nvidia-ml-py."""
         return None
 
     def memory_info(self) -> tuple[int, int] | None:
-        """Bytes that are free, and that tensors of this process have; None on a CPU."""
+        """Returns (free bytes, bytes of this process's tensors); None on a CPU."""
         return None
 
     def empty_cache(self) -> None:
-        """Frees what torch caches: communicators, and other processes, cannot use that."""
+        """Frees memory that torch caches, which communicators and other processes cannot use."""
 
     def rng_state(self) -> Tensor | None:
-        """The state of the device's own generator, in host memory; None on a CPU."""
+        """Returns the state of the device's own generator, in host memory; None on a CPU."""
         return None
 
     def set_rng_state(self, state: Tensor) -> None:
@@ -197,11 +198,11 @@ class Device:
         """Creates what the first kernels would create: the context, libraries' handles."""
 
     def check_health(self, timeout_s: float) -> None:
-        """Raises DeviceError unless a small kernel is right within `timeout_s`."""
+        """Raises DeviceError unless a small kernel gives the right result within `timeout_s`."""
 
 
 class MetaDevice(Device):
-    """The meta device, for plans of GPUs."""
+    """The meta device, on which engines for GPUs are planned."""
 
     asynchronous = True
     separate_memory = True
@@ -284,7 +285,7 @@ class CudaDevice(Device):
     def utilization(self) -> float | None:
         try:
             return torch.cuda.utilization(self.torch_device) / 100
-        except Exception:  # noqa: BLE001  of the driver's library, or because it is not installed
+        except Exception:  # noqa: BLE001  the driver's library raises, or is not installed
             return None
 
     def memory_info(self) -> tuple[int, int] | None:
@@ -309,7 +310,8 @@ class CudaDevice(Device):
 
     def check_health(self, timeout_s: float) -> None:
         def add() -> list[float]:
-            with self.use_stream(self.new_stream()):  # others may wait for an aborted collective
+            # Work on other streams may wait for an aborted collective.
+            with self.use_stream(self.new_stream()):
                 return self.read(torch.ones(1, device=self.torch_device) + 1)
 
         if (result := self._limit(timeout_s, add)) != [2.0]:
@@ -339,11 +341,11 @@ class CudaDevice(Device):
 
 
 _KINDS: dict[str, type[Device]] = {"cuda": CudaDevice, "meta": MetaDevice}
-_replaced: dict[str, Device] = {}  # by torch's device type; by tests only
+_replaced: dict[str, Device] = {}  # {device type: device of `replace_device`}; empty but in tests
 
 
 def get_device(torch_device: torch.device) -> Device:
-    """The device of a tensor or an engine; one object for each of torch's."""
+    """Returns the one `Device` object of a torch device."""
     return _replaced.get(torch_device.type) or _make_device(torch_device)
 
 
@@ -354,7 +356,8 @@ def _make_device(torch_device: torch.device) -> Device:
 
 @contextmanager
 def replace_device(device: Device) -> Iterator[None]:
-    """Tests: `device` stands for all of its torch device's type, in all threads of the process."""
+    """Makes `get_device` return `device` for all torch devices of its type, in all threads of the
+    process. Used by tests."""
     kind = device.torch_device.type
     before = _replaced.get(kind)
     _replaced[kind] = device
@@ -367,13 +370,13 @@ def replace_device(device: Device) -> Iterator[None]:
 
 
 def device_count() -> int:
-    """GPUs that this process can use; 0 without one."""
+    """Returns the number of GPUs that this process can use."""
     return torch.cuda.device_count()
 
 
 def local_device() -> torch.device:
-    """The GPU that this rank is to use, the CPU if there is none: LOCAL_RANK's of the visible ones,
-    which may be fewer than a node's ranks; the current one without LOCAL_RANK."""
+    """Returns the GPU that this rank is to use, or the CPU if there is no GPU. LOCAL_RANK selects
+    among the visible GPUs, which may be fewer than the node's ranks; by default the current GPU."""
     if not (count := device_count()):
         return torch.device("cpu")
     local_rank = os.environ.get("LOCAL_RANK") or torch.accelerator.current_device_index()
@@ -381,15 +384,15 @@ def local_device() -> torch.device:
 
 
 def nccl_version() -> str | None:
-    """The version in torch's build; None without GPUs, or NCCL."""
+    """Returns the version of NCCL in torch's build; None without GPUs, or without NCCL."""
     if not (device_count() and dist.is_available() and dist.is_nccl_available()):
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def is_device_failure(error: BaseException) -> bool:
-    """Whether a device's context is unusable after `error`. It is not after running out of memory
-    or wrong arguments of a launch."""
+    """Returns whether `error` leaves a device's context unusable. Running out of memory, or a
+    launch with wrong arguments, does not."""
     text = str(error).lower()
     of_device = isinstance(error, torch.AcceleratorError) or "cuda error" in text
     return of_device and any(part in text for part in _POISONED)

@@ -40,8 +40,8 @@ _engines: WeakKeyDictionary[Engine, None] = WeakKeyDictionary()
 
 
 class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
-    """Trains one model on all ranks. Built by `Engine.build`, or by `rayzero.initialize` under
-    DeepSpeed's names: what that returns is registered as a subclass.
+    """Trains one model on all ranks. Built by `Engine.build`, or by `rayzero.initialize`, whose
+    class with DeepSpeed's names is registered as a subclass.
 
     Every rank must make the same calls in the same order: any of them may hold collectives.
 
@@ -105,11 +105,12 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
                 or all that require gradients.
             training_data: a map-style dataset, or a stream (`rayzero.data`); None if the script
                 makes its own batches.
-            lr_scheduler: a scheduler of the optimizer, or a function that makes one: of each step.
+            lr_scheduler: a scheduler of the optimizer, or a function that makes one. The engine
+                calls its `step` once per step.
             collate_fn: makes a batch from a list of samples.
-            name: of one of several engines that a job trains, such as `critic`: its state is stored
-                under this name, and found again by it. By default the order of construction tells
-                them apart: the first has no name, the next is `engine2`.
+            name: the engine's name, such as `critic`, in a job that trains several: its state is
+                stored and found under this name. By default, the order of construction tells
+                engines apart: the first has no name, the next is `engine2`.
 
         Raises:
             ConfigError: config, model, optimizer and ranks do not fit together.
@@ -136,9 +137,9 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
         return engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; its inputs are cast to the precision of the weights."""
+        """Calls the model's forward; inputs are cast to the precision of the weights."""
         output = self._step.forward(self.module, args, kwargs)
-        if not torch.is_grad_enabled():  # an evaluation's: no backward ends the phase
+        if not torch.is_grad_enabled():  # in an evaluation, no backward ends the phase
             self._step.meter.phases.leave()
         return output
 
@@ -170,8 +171,9 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
         return loss if micro_steps == 1 or not scale_wrt_gas else loss.detach() / micro_steps
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, for `engine.scale(loss).backward()`: needed in fp16, and
-        elsewhere tells the metrics the loss. Raises EngineError as `backward`."""
+        """Returns the loss times the loss scale, for `engine.scale(loss).backward()`. Needed in
+        fp16; elsewhere it only reports the loss to the metrics. Raises EngineError as `backward`
+        does."""
         return self._step.scale(loss)
 
     def step(self, lr_kwargs: None = None) -> None:
@@ -190,16 +192,16 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
         self._step.step()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, `backward` only accumulates; call `step` after one more backward outside.
-        Raises EngineError inside another `no_sync`."""
+        """Returns a context in which `backward` only accumulates; call `step` after one more
+        backward outside of it. Raises EngineError inside another `no_sync`."""
         return self._step.tracker.without_sync()
 
     def state_dict(self, *, by_new_ranks: bool = True) -> dict[str, Tensor]:
-        """The full model in CPU memory on rank 0, an empty dict on the others. Collective.
+        """Returns the full model in CPU memory on rank 0, an empty dict on other ranks. Collective.
 
         Args:
-            by_new_ranks: False if a new rank of a script that makes the call after each epoch does
-                not make those of the epochs that were finished before it came.
+            by_new_ranks: False if the script makes this call after each epoch, and a new rank does
+                not repeat the calls of epochs that had ended before it joined.
         """
         self._step.meter.phases.enter("gather")
         return self._step.reforming.with_peers(
@@ -207,10 +209,10 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
         )
 
     def iterate_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the parameters in full, (name, value), on every rank and on its device, in the
-        order of `module.named_parameters()`: for what sends the model elsewhere. Collective: every
-        rank iterates to the end, and trains on afterwards. A value may be the engine's own memory:
-        read it, and copy what is kept."""
+        """Yields (name, full parameter) on every rank, on its device, in the order of
+        `module.named_parameters()`: for code that sends the model elsewhere. Collective: every rank
+        iterates to the end before it trains on. A value may be the engine's own memory: do not
+        change it, and copy what you keep."""
         self._step.meter.phases.enter("gather")
         with_peers = self._step.reforming.with_peers
         return iterate_full_params(self.module, self._runtime, with_peers)
@@ -238,8 +240,8 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
             include_frozen: also save parameters that do not require gradients.
 
         Returns:
-            Whether it was written: not by a launched script that was run again, at the end of an
-            epoch that was finished, and saved, before.
+            Whether the state was written. A launched script that is run again does not write at the
+            end of an epoch that was finished and saved before.
 
         Raises:
             EngineError: `client_state` holds what cannot be saved; or another rank failed.
@@ -284,7 +286,7 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
 
     @contextmanager
     def clipping_to(self, max_norm: float) -> Iterator[None]:
-        """Makes `step()` in its body clip to this L2 norm, not to the config's; 0: never."""
+        """Makes `step()` in this context clip to `max_norm` (L2), not to the config's; 0: never."""
         settings = self._step.settings
         config = settings.config.model_copy(update={"gradient_clipping": max_norm})
         self._step.settings = replace(settings, config=config)
@@ -303,13 +305,13 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
         return self.train(False)
 
     def on_reconfigure(self, callback: Callable[[Engine], object]) -> None:
-        """Registers what is called with the engine when the ranks change and this one stays. No
-        collectives may be called in it: new ranks call none."""
+        """Registers a function that is called with the engine when the ranks change and this rank
+        stays. It must not call collectives: new ranks do not call the function."""
         self._on_reconfigure.append(callback)
 
     @property
     def survival(self) -> GroupSurvival:
-        """Lets the host keep the engine beyond its process group."""
+        """The interface by which the host keeps the engine beyond its process group."""
         return GroupSurvival(self._step, self.module, self._after_recut)
 
     def _after_recut(self) -> None:
@@ -332,7 +334,7 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The torch optimizer, which `step()` steps: do not step it yourself. None where the engine
+        """The torch optimizer, which `step()` steps: do not step it yourself. None if the engine
         only evaluates."""
         sharded = self._step.optimizer
         return None if isinstance(sharded, NoOptimizer) else sharded.torch_optimizer
@@ -349,12 +351,12 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
 
     @property
     def loss_scale(self) -> float:
-        """Multiplies the loss of the current step in fp16; 1 otherwise."""
+        """The factor that multiplies the loss of the current step in fp16; 1 otherwise."""
         return self._step.loss_scale
 
     @cached_property
     def _param_units(self) -> dict[int, tuple[Unit, int] | None]:
-        """(unit, index in it) by a parameter's id; None for a frozen one that every rank holds."""
+        """{id of a parameter: (unit, index in it)}; None for a frozen one that every rank holds."""
         units: dict[int, tuple[Unit, int] | None] = dict.fromkeys(map(id, self.module.parameters()))
         for unit in self._runtime.units:
             units |= {id(param): (unit, index) for index, param in enumerate(unit.params)}
@@ -374,8 +376,8 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
 
 
 def find_engine(param: nn.Parameter) -> tuple[Engine, tuple[Unit, int] | None] | None:
-    """The newest engine that has this parameter, with the unit that stores it and its index there,
-    None for a frozen one that every rank holds in full. None if no engine has it."""
+    """Returns the newest engine that has this parameter, with (unit, index in it): None for a
+    frozen parameter that every rank holds in full. Returns None if no engine has the parameter."""
     for engine in list(_engines)[::-1]:
         units = engine._param_units
         if id(param) in units:

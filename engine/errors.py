@@ -1,4 +1,4 @@
-"""rayzero's errors: what was seen, what is allowed, which setting changes it. All are picklable."""
+"""rayzero's errors: what was seen, what is allowed, how to fix it. All are picklable."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ CONTENT_ERRORS = (
     *(LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError),
     *(AssertionError, MemoryError),
 )
-"""Errors of libraries, and of code here, for unexpected keys, types, lengths and numbers in files;
-RuntimeError is also torch's, and RecursionError is one."""
+"""Errors of libraries, and of code here, for unexpected keys, types, lengths and numbers in files.
+torch raises RuntimeError, of which RecursionError is a subclass."""
 
 _PACKAGE_FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
 
@@ -52,13 +52,13 @@ class RayzeroError(Exception):
         return type(self), (self.seen, self.allowed, self.fix)
 
     def _render_traceback_(self) -> list[str]:
-        """The lines that notebooks and IPython show instead of a traceback through our code."""
+        """Returns lines that notebooks and IPython show instead of a traceback through our code."""
         return render_short(self)
 
 
 def render_short(error: BaseException) -> list[str]:
-    """The message of an error first, then the line of the user's code where it was raised, and its
-    cause with the traceback."""
+    """Returns lines that show an error: its message, the line of the user's code where it was
+    raised, and its cause with the traceback."""
     lines = f"{type(error).__name__}: {error}".splitlines()
     frames = traceback.extract_tb(error.__traceback__)
     if users := [frame for frame in frames if not is_own_file(frame.filename)]:
@@ -69,7 +69,7 @@ def render_short(error: BaseException) -> list[str]:
 
 
 def is_own_file(path: str) -> bool:
-    """Whether a frame with this file is of rayzero's code."""
+    """Returns whether a file is of rayzero's code."""
     return path.startswith(_PACKAGE_FOLDER)
 
 
@@ -92,7 +92,8 @@ class CollectiveError(RayzeroError):
 
 @contextmanager
 def named_errors(what: Callable[[], str], allowed: str = "", fix: str = "") -> Iterator[None]:
-    """Raises a DataError for an error of the user's code or a library's: what failed, and why."""
+    """Turns an error of the user's code or a library's in this context into a DataError, which says
+    what failed, and why."""
     try:
         yield
     except RayzeroError:
@@ -102,37 +103,42 @@ def named_errors(what: Callable[[], str], allowed: str = "", fix: str = "") -> I
 
 
 def is_number(value: Any, *, whole: bool = False) -> bool:
-    """Whether this is a number, of Python or numpy; a whole one, if that is asked."""
+    """Returns whether a value is a number of Python or numpy; with `whole`, an integer."""
     return isinstance(value, Integral if whole else Real)
 
 
 def check_positive(call: str, *, whole: bool = True, **values: Any) -> None:
-    """Raises ConfigError unless each argument of a call is a number above 0, and a whole one."""
+    """Raises ConfigError unless each argument of a call is a number above 0; with `whole`, an
+    integer."""
     for name, value in values.items():
         if not (is_number(value, whole=whole) and value > 0):
             allowed = "a whole number, 1 or more" if whole else "a number above 0"
             raise ConfigError(f"{name} of {call} is {value!r}", allowed, f"set {name}")
 
 
-_LEAST_BEGINNING = 4
+_MIN_PREFIX = 4
 
 
 def did_you_mean(word: str, allowed: list[str]) -> str:
-    """` (did you mean 'x'?)`, or an empty string if no allowed word is similar: `every` begins
-    every_steps, `lr` abbreviates learning_rate, or the other way round."""
-    close = [it for it in allowed if len(word) >= _LEAST_BEGINNING and it.startswith(f"{word}_")]
-    close += [it for it in allowed if word and (_initials(it) == word or it == _initials(word))]
+    """Returns ` (did you mean 'x'?)`, or an empty string if no allowed word is similar. Besides a
+    word of similar spelling, this finds a word that begins with `word` (`every`, every_steps), its
+    long form (`lr`, learning_rate) and its abbreviation."""
+    close = []
+    if len(word) >= _MIN_PREFIX:
+        close += [name for name in allowed if name.startswith(f"{word}_")]
+    if word:
+        close += [name for name in allowed if _initials(name) == word or name == _initials(word)]
     close += get_close_matches(word, allowed, n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _initials(name: str) -> str:
-    """`lr` of learning_rate; nothing of a single word."""
+    """Returns the initials of a name (`lr` of learning_rate), an empty string for one word."""
     parts = [part for part in name.split("_") if part]
     return "".join(part[0] for part in parts) if len(parts) > 1 else ""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; its type if the message is empty."""
+    """Returns the first line of an error's message; its type if the message is empty."""
     text = error.seen if isinstance(error, RayzeroError) else str(error)
     return (text.strip().splitlines() or [type(error).__name__])[0]

@@ -22,14 +22,15 @@ from rayzero.engine.zero.step_vote import StepVote
 log = logging.getLogger("rayzero.engine")
 
 OTHER_PHASE = "other"
-"""Outside all phases: the script, the host's work around a step, evaluation without the engine."""
+"""The time outside all phases: the script, the host's work around a step, evaluation without the
+engine."""
 
 
 class PhaseTimer:
     """Attributes wall time to exactly one phase at a time. Used by the training thread.
 
-    On CUDA these are the host's seconds: kernels run asynchronously. The session learns of every
-    phase that begins, of `OTHER_PHASE` as `OUTSIDE_PHASE`.
+    On CUDA, the seconds are the host's, since kernels run asynchronously. The session receives
+    every phase that begins; `OTHER_PHASE` is reported as `OUTSIDE_PHASE`.
     """
 
     def __init__(self, session: HostSession) -> None:
@@ -48,8 +49,12 @@ class PhaseTimer:
         self._session.on_phase(OUTSIDE_PHASE)
 
     def end_step(self, data_wait_s: float, now_s: float) -> dict[str, float]:
-        """Returns the seconds by phase since the last call, and resets them; `data_wait_s` of them,
-        outside all phases, were spent waiting for the loader. `now_s`: of `perf_counter`."""
+        """Returns the seconds by phase since the last call, and resets them.
+
+        Args:
+            data_wait_s: the seconds outside all phases in which the thread waited for the loader.
+            now_s: the present time of `perf_counter`.
+        """
         self._switch_to(OTHER_PHASE, now_s)
         spent, self._phase_s = dict(self._phase_s), defaultdict(float)
         data_s = min(data_wait_s, spent[OTHER_PHASE])
@@ -64,8 +69,8 @@ class PhaseTimer:
 _COMPARED_STEPS = 3
 _WARMUP_STEPS = 3
 _RECOUNT_STEPS = 50
-"""Persistent bytes rarely change after a run's first steps. From then on they are counted every
-this many steps only, because counting takes longer than the rest of a report."""
+"""Steps between two counts of persistent bytes after a run's first steps. The bytes rarely change
+then, and counting them takes longer than the rest of a report."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +79,14 @@ class StepMetrics:
 
     step: int = 0  # finished steps, skipped ones included
     samples: int = 0  # consumed so far, over all ranks
-    # Mean over the global batch of the last step; of the script's own backward() if its loss was
-    # given to engine.scale.
+    # Mean over the global batch of the last step. If the script ran backward() itself, it is known
+    # only if the loss was given to engine.scale.
     loss: float | None = None
     grad_norm: float | None = None  # L2 norm of the last step's gradient, before clipping
-    lr: float = 0.0  # the first group's in the last step
+    lr: float = 0.0  # of the first parameter group in the last step
     step_s: float = 0.0  # from the end of the previous step to the end of this one
-    # The part of it in which the training thread waited for other ranks; on CUDA the host's waits.
+    # The part of step_s in which the training thread waited for other ranks; on CUDA, only the
+    # waits of the host.
     exposed_comm_s: float = 0.0
     # step_s by phase: data (waiting for the loader), forward (until backward), backward, reduce,
     # update, publish, other.
@@ -101,7 +107,7 @@ class StepMetrics:
         return None if self.step_tokens is None else self.step_tokens / self.step_s
 
     def to_flat_dict(self) -> dict[str, float]:
-        """Numbers under one name each: `bytes/optimizer_state`, `collectives/vote/calls`."""
+        """Returns the known numbers by name: `bytes/optimizer_state`, `collectives/vote/calls`."""
         return dict(_flatten("", {**asdict(self), "tokens_per_s": self.tokens_per_s}))
 
 
@@ -114,8 +120,8 @@ def _flatten(prefix: str, values: dict[str, Any]) -> Iterator[tuple[str, float]]
 
 
 class SkippedRun:
-    """Steps in a row whose gradient is not finite: reported at the first, second, fourth, eighth
-    and so on, not once a step."""
+    """Counts steps in a row whose gradient is not finite. The first, second, fourth, eighth and so
+    on are reported, not every one."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -160,8 +166,8 @@ class StepMeter:
         self._skipped = SkippedRun()
 
     def restart_step(self) -> None:
-        """The ranks have changed: what was done and waited for until now, of a step that was lost,
-        is not the next one's."""
+        """Restarts the measurement of a step because the ranks have changed: the work and waits of
+        the lost step do not count for the next step."""
         now = perf_counter()
         self.phases.end_step(0.0, now)
         self.step_work.end_step(now - self._step_end_s)
@@ -170,14 +176,14 @@ class StepMeter:
         self._data_wait_s = self._progress.data_wait_s
 
     def open_monitors(self) -> None:
-        """Opens the monitors anew for this process's present rank: only rank 0 has any."""
+        """Reopens the monitors if this process's rank has changed: only rank 0 writes."""
         rank = self._runtime.collectives.rank
         if rank != self.monitors.rank:
             self.monitors.close()
             self.monitors = make_monitors(self._config, self._progress.monitor_runs, rank)
 
     def step_requests(self) -> StepRequests:
-        """The host's requests for the vote of this step, with this rank's bad samples."""
+        """Returns the host's requests for the vote of this step, with this rank's bad samples."""
         return replace(self.session.step_requests(), bad_samples=self._progress.bad_in_step)
 
     def admits_load(self, step: int, client_keys: Sequence[str]) -> bool:
@@ -185,23 +191,23 @@ class StepMeter:
         return self.session.admits_load(step, self._progress.step, client_keys)
 
     def on_state_loaded(self, *, tells_place: bool) -> None:
-        """The training function has loaded a checkpoint, whose client state tells it its place in
-        the data, or there is none."""
+        """Called when the training function has loaded a checkpoint; `tells_place`: with a client
+        state, which tells the function its place in the data."""
         if tells_place:
             self._progress.function_cursor = self._progress.sample_cursor
         self.session.on_state_loaded(self._progress.step)
 
     @property
     def compares_rank_losses(self) -> bool:
-        """Whether the host should see this rank's own loss: in a job's first steps, where equal
-        ones mean that the ranks train on the same samples."""
+        """Whether the host should see this rank's own loss: in a job's first steps, in which equal
+        losses show that the ranks train on the same samples."""
         return self.session.in_job and self._progress.step < _COMPARED_STEPS
 
     def end_step(
         self, vote: StepVote, lr: float, loss: float | None, rank_loss: float | None = None
     ) -> None:
-        """Called when a step has finished or was skipped. `loss`: None if it is not known;
-        `rank_loss`: this rank's share of it, if it was read."""
+        """Called when a step has finished or was skipped. `loss` is None if it is not known;
+        `rank_loss` is this rank's share of the loss, if it was read."""
         now, exposed_s = perf_counter(), self._runtime.collectives.counters.exposed_s
         data_wait_s = self._progress.data_wait_s
         self.last_step = {

@@ -1,4 +1,4 @@
-"""Which engine trains a parameter: two would both take its gradients, and update it twice."""
+"""Records of which engine trains a parameter: two engines would both update it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class _Claim:
         return bool(self.hooks) and any(param() is not None for param in self.params)
 
     def shares(self, ids: Iterable[int]) -> bool:
-        own = {id(param) for it in self.params if (param := it()) is not None}
+        """Returns whether the engine trains a parameter with one of these ids."""
+        own = {id(reference()) for reference in self.params if reference() is not None}
         return bool(self.hooks) and not own.isdisjoint(ids)
 
 
@@ -38,18 +39,19 @@ _claims: list[_Claim] = []
 def claim_params(
     engine: Any, label: str, params: Iterable[nn.Parameter], hooks: list[RemovableHandle]
 ) -> None:
-    """Records what an engine trains, until its hooks are removed or the parameters are gone."""
+    """Records the parameters that an engine trains, until its hooks are removed or the parameters
+    are gone."""
     _claims[:] = [claim for claim in _claims if claim.is_open]
     _claims.append(_Claim(ref(engine), label, tuple(map(ref, params)), hooks))
 
 
 def check_unclaimed(model: nn.Module) -> None:
-    """Raises ConfigError if another engine trains parameters of the model. Removes the hooks of one
-    that is gone, which nobody can close any more."""
+    """Raises ConfigError if another engine trains parameters of the model. Removes the hooks of an
+    engine that was garbage-collected without being closed."""
     ids = {id(param) for param in model.parameters() if param.requires_grad}
     shared = [claim for claim in _claims if claim.shares(ids)]
     if any(claim.engine() is not None for claim in shared):
-        gc.collect()  # what holds it may be a cycle
+        gc.collect()  # a reference cycle may be all that holds the engine
     for claim in shared:
         if claim.engine() is not None:
             raise ConfigError(

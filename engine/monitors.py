@@ -1,9 +1,9 @@
 """Monitors of DeepSpeed's config: rank 0 writes loss, learning rate and loss scale of each step.
 
-Names are DeepSpeed's, the step is the number of samples so far. Values are those that the step's
-vote read anyway. A run that continues, after a repair or from a checkpoint, keeps the same files,
-W&B run or Comet experiment; values of steps that are done again replace the earlier ones, as far
-as the service allows it: W&B keeps the earlier ones, Comet shows both.
+Names are DeepSpeed's; the step of a value is the number of samples so far. The step's vote has read
+the values anyway. A run that continues, after a repair or from a checkpoint, keeps the same files,
+W&B run or Comet experiment. Values of steps that are done again replace the earlier values where
+the service allows that: W&B keeps the earlier values, Comet shows both.
 """
 
 from __future__ import annotations
@@ -49,16 +49,15 @@ def check_packages(config: EngineConfig) -> None:
 
 
 class Monitors:
-    """The monitors of an engine; without writers on ranks other than 0. `write_events` and
-    `enabled` are DeepSpeed's. Used by the training thread. Nothing has to be closed: files are
-    opened for each write, and the run of a service, which may be the script's own, ends with the
-    process.
+    """The monitors of an engine; only rank 0 has writers. `write_events` and `enabled` are names of
+    DeepSpeed's. Used by the training thread. No writer has to be closed: files are opened for each
+    write, and the run of a service, which may be the script's own, ends with the process.
 
-    `openers` are called before the first write: by then a state that the script loads has set
+    `openers` are called before the first write. By then, a state that the script loads has set
     which run to continue.
 
     Attributes:
-        rank: that they were made for.
+        rank: the rank for which the monitors were made.
     """
 
     def __init__(self, openers: Sequence[Callable[[], Writer]], rank: int) -> None:
@@ -77,12 +76,11 @@ class Monitors:
         if self._last is None or samples <= self._last:
             self._each(lambda writer: writer.rewind(samples, time()))
         self._last = samples
-        self.write_events(
-            [(f"Train/Samples/{key}", it, samples) for key, it in values.items() if it is not None]
-        )
+        known = {key: value for key, value in values.items() if value is not None}
+        self.write_events([(f"Train/Samples/{key}", known[key], samples) for key in known])
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Writes (name, value, step) of a script."""
+        """Writes values, those of a script included."""
         points = [  # the events of a step together
             Point(samples, time(), {name: value for name, value, _ in group})
             for samples, group in groupby(event_list, key=itemgetter(2))
@@ -93,17 +91,18 @@ class Monitors:
         self._each(lambda writer: writer.write(points))
 
     def close(self) -> None:
-        """Nothing is written any more."""
+        """Ends all writing."""
         self._openers.clear()
 
     def _each(self, call: Callable[[Writer], None]) -> None:
-        """A monitor that fails is left out from then on: training does not depend on it."""
+        """Calls `call` with every writer. A monitor that fails is left out from then on, because
+        training does not depend on it."""
         for opener in list(self._openers):
             try:
                 if opener not in self._writers:
                     self._writers[opener] = opener()
                 call(self._writers[opener])
-            except Exception as error:  # noqa: BLE001  a service's client raises what it wants
+            except Exception as error:  # noqa: BLE001  a service's client may raise anything
                 self._openers.remove(opener)
                 log.error("a monitor failed, and is not used any more: %s", first_line(error))
 
@@ -132,8 +131,9 @@ def _open_comet(config: CometConfig, runs: dict[str, str]) -> Writer:
 
 
 def make_monitors(config: EngineConfig, runs: dict[str, str], rank: int) -> Monitors:
-    """The monitors that a config enables, on rank 0. `runs`, part of the training state, has the
-    identifiers of the services' runs, and gets those of new ones."""
+    """Returns the monitors that a config enables, without writers on other ranks than 0. `runs`,
+    part of the training state, has the identifiers of the services' runs, and gets those of new
+    runs."""
     board, table = config.tensorboard, config.csv_monitor
     openers: list[tuple[bool, Callable[[], Writer]]] = [
         (board.enabled, lambda: EventFile(Path(board.output_path) / board.job_name, time())),

@@ -1,10 +1,10 @@
 """A backward that the script runs itself: `loss.backward()` instead of `engine.backward(loss)`.
 
-It begins where it first reaches the engine: an output of the model's forward, a block of stage 3,
-or a gradient. It ends with autograd's graph task, which then runs the callback queued in it, on the
-thread and streams that autograd gives callbacks: every gradient's kernels are enqueued by then, and
-the script's `backward()` has not returned. Autograd alone owns the callback: if the backward fails,
-it drops its callbacks, and the pass, which has a weak reference only, ends.
+The backward begins where it first reaches the engine: at an output of the model's forward, a block
+of stage 3, or a gradient. It ends with autograd's graph task, which then runs the callback queued
+in it, on the thread and streams that autograd gives callbacks: by then every gradient's kernels are
+enqueued, and the script's `backward()` has not returned. Autograd alone owns the callback, the pass
+has a weak reference: if the backward fails, autograd drops its callbacks, and the pass ends.
 
 Inside another backward (reentrant checkpoints) hooks find the pass running, and change nothing.
 """
@@ -27,28 +27,30 @@ from rayzero.engine.tensor_tree import iter_tensors
 from rayzero.engine.torch_private import call_after_backward, is_in_backward
 from rayzero.engine.zero.runtime import ZeroRuntime
 
-_put_in: list[float] = []
-"""Of the `engine.backward(loss)` that runs: what it has multiplied the loss by, besides the weight
-of its micro-batch. Other engines whose models the loss has gone through get gradients of that."""
+_loss_factors: list[float] = []
+"""The factor by which the running `engine.backward(loss)` has multiplied the loss, besides the
+weight of its micro-batch. Other engines, through whose models the loss has passed, get gradients of
+that product."""
 
 
 @contextmanager
 def scaled_by(factor: float) -> Iterator[None]:
     """Encloses the backward of a loss that an engine multiplied by `factor` and its weight."""
-    _put_in.append(factor)
+    _loss_factors.append(factor)
     try:
         yield
     finally:
-        _put_in.pop()
+        _loss_factors.pop()
 
 
 def factor_of_other() -> float | None:
-    """The factor of another engine whose loss brings gradients; None if there is none."""
-    return _put_in[-1] if _put_in else None
+    """Returns the factor of the engine whose `backward(loss)` is running; None if none is."""
+    return _loss_factors[-1] if _loss_factors else None
 
 
 class GradientPass(Protocol):
-    """The step's part in a backward that brings gradients: calls before and after it."""
+    """The training step's methods for a backward with gradients of parameters: called before and
+    after it."""
 
     def begin_own(self) -> None: ...
 
@@ -58,11 +60,11 @@ class GradientPass(Protocol):
 
 
 class OwnBackward:
-    """Follows the backwards that the script runs itself. One at a time, on autograd's threads while
-    the script waits for it.
+    """Follows the backwards that the script runs itself: one at a time, on autograd's threads,
+    while the script waits.
 
     A backward without gradients of parameters (`torch.autograd.grad` of an input) gathers blocks,
-    and is none of the step's.
+    but is not part of the step.
     """
 
     def __init__(self, runtime: ZeroRuntime, step: GradientPass) -> None:
@@ -74,23 +76,23 @@ class OwnBackward:
         self._has_gradients = False
 
     def watch(self, output: Any) -> None:
-        """Notices a backward from what the model's forward has returned, before any checkpoint in
-        the model begins one of its own."""
+        """Notices a backward at the output of the model's forward, before an activation checkpoint
+        in the model begins a backward of its own."""
         if torch.is_grad_enabled():
-            for node in {it.grad_fn for it in iter_tensors(output)}:
+            for node in {tensor.grad_fn for tensor in iter_tensors(output)}:
                 if node is not None:
                     node.register_prehook(self._open)
 
     def abandon_failed(self) -> None:
-        """Forgets a backward that failed. Called where none of the script can be running, or where
-        another one begins."""
+        """Forgets a backward that failed. Called where no backward of the script can be running, or
+        where another backward begins."""
         ended = not is_in_backward() or not self._backward.runs
         if self._has_gradients and ended:
             self.abandon()
             self._step.abandon_own()
 
     def abandon(self) -> None:
-        """No backward runs: what one has left is gone with the step."""
+        """Ends the pass, and forgets its gradients. Called when no backward runs."""
         self._runtime.end_backward()
         self._has_gradients = False
 
@@ -117,7 +119,7 @@ class OwnBackward:
         self._has_gradients = True
 
     def _end(self) -> None:
-        """Autograd has finished the backward."""
+        """Called when autograd has finished the backward."""
         has_gradients = self._has_gradients
         self.abandon()
         if has_gradients:
@@ -128,15 +130,15 @@ _trackers: WeakKeyDictionary[nn.Module, weakref.ref[StepTracker]] = WeakKeyDicti
 
 
 def follow_zero_grad(model: nn.Module, tracker: StepTracker) -> None:
-    """Makes the model's own `zero_grad()` call the engine's, too: for gradients that another
-    engine's loss has brought, as in a GAN."""
+    """Makes the model's own `zero_grad()` call the engine's, too: for gradients from another
+    engine's loss, as in a GAN."""
     _trackers[model] = weakref.ref(tracker)
-    # Bound to the model: copying or pickling the model binds the copy's, which has no engine.
+    # A bound method: that of a copied or unpickled model is bound to the copy, which has no engine.
     model.__dict__["zero_grad"] = MethodType(zero_grad, model)
 
 
 def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
-    """nn.Module.zero_grad, and the engine's."""
+    """Calls the module's own `zero_grad`, then the engine's."""
     type(module).zero_grad(module, set_to_none)
     reference = _trackers.get(module)
     if reference is not None and (tracker := reference()) is not None:

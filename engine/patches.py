@@ -1,7 +1,8 @@
 """Every attribute of another library's objects that rayzero replaces, and how it does so.
 
-`replace` refuses what is neither in `PATCHES` nor added to it by `declare`, as an adapter to
-another library does. What rayzero sets on one object only, such as a model, is in `OBJECT_PATCHES`.
+`replace` refuses an attribute that is neither in `PATCHES` nor passed to `declare`, which adapters
+to other libraries call. Attributes that rayzero sets on one object only, such as a model, are in
+`OBJECT_PATCHES`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Patch:
     Args:
         target: the module, class and attribute; `*` for any.
         lasts: when it is installed, and when it is removed.
-        tested: with these versions.
+        tested: the versions with which it is tested.
     """
 
     target: str
@@ -76,7 +77,7 @@ PATCHES = (
         _SCRIPT,
     ),
     Patch("torch.optim.lr_scheduler.*.__init__", "schedules are found, to be continued", _SCRIPT),
-    Patch("*.__iter__", "so does a loader that Accelerate has prepared, of any class", _SCRIPT),
+    Patch("*.__iter__", "as DataLoader's: a loader of any class from Accelerate", _SCRIPT),
     Patch("accelerate.*", "Accelerate trains with the job's engine", _SCRIPT, _ACCELERATE),
     Patch("transformers.*", "Trainer continues after a fault", _SCRIPT, _TRANSFORMERS),
 )
@@ -84,12 +85,12 @@ PATCHES = (
 OBJECT_PATCHES = (
     Patch(
         "model.zero_grad",
-        "zeroes also what another engine's loss has brought, as in a GAN",
+        "also zeroes gradients from another engine's loss, as in a GAN",
         "`initialize`, as long as the model lives; copies do not have it",
     ),
     Patch(
         "module._parameters",
-        "another dict: of a norm's weights in the dtype of its buffers",
+        "another dict, with a norm's weights in the dtype of its buffers",
         "the module's forward",
     ),
     Patch(
@@ -111,7 +112,7 @@ class Replacement:
     before: Any  # `_ABSENT` where it was inherited, or there was none
 
     def undo(self) -> None:
-        """Restores the attribute. Once; what was replaced later is to be restored before."""
+        """Restores the attribute. Called once, after a later replacement of the same was undone."""
         _installed.remove(self)
         if self.before is _ABSENT:
             delattr(self.owner, self.name)
@@ -126,13 +127,13 @@ Owner: TypeAlias = Any
 
 
 def target_name(owner: Owner, name: str) -> str:
-    """The name that `Patch.target` matches."""
+    """Returns the name of an attribute that `Patch.target` matches."""
     home = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
     return f"{home}.{name}"
 
 
 def declare(patch: Patch) -> None:
-    """Adds what another library's adapter replaces to `PATCHES`, for this process."""
+    """Lets an adapter to another library replace an attribute, in this process."""
     _declared.append(patch)
 
 
@@ -149,7 +150,7 @@ def replace(owner: Owner, name: str, value: Any) -> Replacement:
 
 @contextmanager
 def replaced(owner: Owner, name: str, value: Any) -> Iterator[None]:
-    """Replaces an attribute meanwhile."""
+    """Replaces an attribute in this context."""
     replacement = replace(owner, name, value)
     try:
         yield
@@ -158,11 +159,11 @@ def replaced(owner: Owner, name: str, value: Any) -> Iterator[None]:
 
 
 def installed() -> list[str]:
-    """The attributes that are replaced now, in order."""
-    return [target_name(it.owner, it.name) for it in _installed]
+    """Returns the names of the attributes that are replaced now, in the order of replacement."""
+    return [target_name(replacement.owner, replacement.name) for replacement in _installed]
 
 
 def uninstall_all() -> None:
-    """Restores everything, the last one first."""
+    """Restores all replaced attributes, the last one first."""
     while _installed:
         _installed[-1].undo()

@@ -21,8 +21,8 @@ _VOCABULARY_TOKENS = {"bos", "eos", "pad", "unk", "mask", "sep", "cls"}
 
 
 def redact_url(text: str) -> str:
-    """The text with credentials in URLs redacted."""
-    if "://" in text:  # a job's log has every line tested
+    """Returns the text with credentials in URLs redacted."""
+    if "://" in text:  # a fast test: every line of a job's log is redacted
         text = _URL_CREDENTIALS.sub(f"{REDACTED}@", text)
     if "=" in text and ("?" in text or "&" in text):
         text = _SECRET_URL_OPTIONS.sub(rf"\1{REDACTED}", text)
@@ -30,8 +30,8 @@ def redact_url(text: str) -> str:
 
 
 def redact_document(value: Any, key: str = "", levels: int = 200) -> Any:
-    """Plain data with texts under secret keys and credentials in URLs redacted. Below so many
-    levels it is left out; documents that were read have fewer."""
+    """Returns plain data in which texts under secret keys, and credentials in URLs, are redacted.
+    Containers below `levels` levels are left out; documents that were read have fewer levels."""
     if isinstance(value, Mapping | list | tuple) and levels == 0:
         return "..."
     if isinstance(value, Mapping):
@@ -46,7 +46,7 @@ def redact_document(value: Any, key: str = "", levels: int = 200) -> Any:
 
 
 def redacted_keys(value: Any, path: str = "") -> Iterator[str]:
-    """The dotted keys of redacted values."""
+    """Yields the dotted keys of redacted values."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from redacted_keys(inner, f"{path}.{name}" if path else str(name))
@@ -58,7 +58,7 @@ def redacted_keys(value: Any, path: str = "") -> Iterator[str]:
 
 
 def is_secret_key(key: str) -> bool:
-    """Whether values under a key of that name are secrets."""
+    """Returns whether values under a key of that name are secrets."""
     words = re.findall(r"[a-z0-9]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", key).lower())
     if _VOCABULARY_TOKENS & set(words):
         return False

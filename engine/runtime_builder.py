@@ -62,8 +62,8 @@ def make_runtime(
     context: BuildContext,
     factor: float,
 ) -> ZeroRuntime:
-    """Places the model's parameters and connects them to the ranks. Reduced gradients are still to
-    be multiplied by `factor`, before loss scaling."""
+    """Places the model's parameters and connects them to the ranks. Reduced gradients have yet to
+    be multiplied by `factor`, loss scaling aside."""
     stage = context.stage
     reduction = make_grad_reduction(config, context, factor)
     rayzero = config.rayzero
@@ -120,12 +120,12 @@ def _make_unused_params(units: Sequence[Unit], config: EngineConfig) -> UnusedPa
 def make_grad_buffers(
     plans: Sequence[UnitPlan], context: BuildContext, config: EngineConfig
 ) -> GradBufferPool | None:
-    """Buffers that gradients are reduced from into shards, part by part; None where gradients are
-    not sharded."""
+    """Returns the buffers from which gradients are reduced into shards, part by part; None where
+    gradients are not sharded."""
     trainable = [plan for plan in plans if plan.trainable]
     if context.stage.main_grads is not Placement.SHARDED or not trainable:
         return None
-    # One dtype for all: the widest of the grad dtypes, into which the others convert exactly.
+    # All buffers have the widest of the grad dtypes, into which the other dtypes convert exactly.
     dtypes = [context.precision.grad_dtype(plan.params[0].dtype) for plan in trainable]
     widest = max(dtypes, key=lambda dtype: dtype.itemsize)
     zeros, device = context.collectives.zeros, context.device
@@ -140,12 +140,13 @@ def _plan_units(
     context: BuildContext,
     large: list[nn.Module],
 ) -> list[UnitPlan]:
-    """Units in launch order: about the order in which backward completes them."""
+    """Returns plans of units in launch order: about the order in which backward completes them."""
     stage, world_size = context.stage, context.collectives.world_size
-    named = name_params(model, groups.group_of)
-    params = [it for it in named if not stays_whole(it.param)]
+    named_params = name_params(model, groups.group_of)
+    params = [named for named in named_params if not stays_whole(named.param)]
     if stage.shards_weights:
-        kept = [it for it in named if stays_whole(it.param)]  # quantized: some cannot be cut
+        # Some quantized parameters cannot be cut.
+        kept = [named for named in named_params if stays_whole(named.param)]
         if kept and not context.collectives.rank:
             text = (
                 "%d quantized parameters, such as %s (%s), are not sharded: every rank holds them"
@@ -168,7 +169,7 @@ def make_unit(
 ) -> Unit:
     """Builds one unit from rank 0's values. Only this unit is materialized in full meanwhile.
 
-    The model's own tensors are released: afterwards its parameters are views of the engine's.
+    The model's own tensors are released: its parameters become views of the engine's tensors.
     """
     stage, layout = context.stage, plan.layout
     shard = layout.shard(context.collectives.rank)
@@ -199,8 +200,8 @@ def make_unit(
 
 
 def _untouched_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A flat tensor of zeros; in host memory, its pages are not there until they are written: while
-    a model is loaded, gradients take no room."""
+    """Returns a flat tensor of zeros. In host memory, its pages are allocated when they are first
+    written, so that gradients take no memory while a model is loaded."""
     if device.type != "cpu" or get_device(device).asynchronous:
         return torch.zeros(numel, dtype=dtype, device=device)
     return map_zeros(numel * dtype.itemsize).view(dtype)
@@ -208,7 +209,7 @@ def _untouched_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Te
 
 def _make_weights(plan: UnitPlan, original: Tensor, context: BuildContext) -> WeightStore:
     collectives, gather = context.collectives, context.offload.shard_gather
-    packed = is_packed(plan.params[0])  # then all are
+    packed = is_packed(plan.params[0])  # a unit's parameters are all packed, or none is
     dtype = original.dtype if packed else context.precision.model_dtype(original.dtype)
     sharded = context.stage.shards_weights
     values = _part(original, plan, plan.layout.shard(collectives.rank)) if sharded else original
@@ -222,8 +223,8 @@ def _make_weights(plan: UnitPlan, original: Tensor, context: BuildContext) -> We
 
 
 def _initial_values(plan: UnitPlan, owned: slice, context: BuildContext) -> Tensor:
-    """The unit's initial values; only those of the range `owned`, where no more is kept and each
-    rank can read them from files."""
+    """Returns the unit's initial values; only those of the range `owned`, if weights are sharded
+    and each rank can read its values from files."""
     files = [context.materializer.file_of(param) for param in plan.params]
     if not context.stage.shards_weights or None in files or context.restoring:
         return _flatten_unit(plan, context)
@@ -235,17 +236,17 @@ def _initial_values(plan: UnitPlan, owned: slice, context: BuildContext) -> Tens
 
 
 def _part(values: Tensor, plan: UnitPlan, part: slice) -> Tensor:
-    """A range of the unit in what `_initial_values` returned: the unit, or that range."""
+    """Returns the range `part` of a unit. `values` are what `_initial_values` returned: all of the
+    unit, or this range."""
     return values[part] if values.numel() == plan.layout.numel else values
 
 
 def _flatten_unit(plan: UnitPlan, context: BuildContext) -> Tensor:
-    """The unit's initial values, rank 0's on every rank, in one buffer; zeros in the padding.
-
-    All zeros if a state is loaded afterwards.
+    """Returns the unit's initial values, rank 0's on every rank, in one buffer, with zeros in the
+    padding. If a state is loaded afterwards, all values are zeros.
     """
     dtype = plan.params[0].dtype
-    if context.stage.shards_weights:  # only a shard of it is kept
+    if context.stage.shards_weights:  # only a shard of the buffer is kept
         flat = context.scratch.flat(plan.layout.numel, dtype).zero_()
     else:
         flat = context.collectives.zeros(plan.layout.numel, dtype, context.device)
@@ -260,11 +261,11 @@ def _flatten_unit(plan: UnitPlan, context: BuildContext) -> Tensor:
 def place_ungrouped(
     model: nn.Module, plans: Sequence[UnitPlan], context: BuildContext
 ) -> dict[str, Tensor]:
-    """Moves frozen parameters with replicated weights, and buffers, to the device of the run, with
-    rank 0's values; the parameters also to its dtype, while a buffer keeps its own, unless the
-    config has `data_types.buffer_dtype`: rounded to 16 bits, rotary frequencies and running
-    statistics would be other ones. Returns the parameters' tensors, and those that belong to
-    quantized ones, by name.
+    """Moves the parameters that are in no unit, and buffers, to the device of the run, with rank
+    0's values. Parameters get the run's dtype. Buffers keep their own, because rotary frequencies
+    and running statistics must not be rounded to 16 bits, unless the config has
+    `data_types.buffer_dtype`. Returns {name: tensor} of these parameters, and of the tensors that
+    belong to quantized parameters.
     """
     in_units = {param for plan in plans for param in plan.params}
     ungrouped = {}
@@ -289,9 +290,10 @@ def place_ungrouped(
 def _replicate(
     tensor: Tensor, context: BuildContext, dtype: torch.dtype, *, loaded: bool = True
 ) -> Tensor:
-    """Rank 0's value on every rank, contiguous, as broadcasts need it.
+    """Returns rank 0's value on every rank, contiguous, as broadcasts need it.
 
-    Any value will do if the state to restore contains it (`loaded`); others follow it.
+    If a state is restored, a value that the state contains (`loaded`) may be any; other values are
+    broadcast after the state is loaded (`BuildContext.unequal`).
     """
     if context.restoring and loaded and tensor.is_meta:
         return torch.zeros(tensor.shape, dtype=dtype, device=context.device)
@@ -304,12 +306,12 @@ def _replicate(
 
 
 def make_blocks(units: Sequence[Unit], large: Sequence[nn.Module]) -> list[Block]:
-    """The blocks whose weights are gathered before use, each with all of its units. `large` are the
-    modules outside the repeated blocks."""
+    """Returns the blocks whose weights are gathered before use, each with all of its units. `large`
+    are the modules outside the repeated blocks."""
     blocks: dict[nn.Module, Block] = {}
     for unit in units:
         if unit.module is not None and isinstance(unit.weights, ShardedWeights):
-            new = Block(unit.name, unit.module, [], unit.module in large)
-            block = blocks.setdefault(unit.module, new)
-            block.units.append(unit.weights)
+            if unit.module not in blocks:
+                blocks[unit.module] = Block(unit.name, unit.module, [], unit.module in large)
+            blocks[unit.module].units.append(unit.weights)
     return list(blocks.values())

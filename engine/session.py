@@ -34,21 +34,21 @@ class StepRequests:
     drain: bool = False
     # Ready to keep a copy of this step until it is stored. Agreed if all ranks are.
     pin: bool = False
-    # Ready to divide the samples of later steps anew. Agreed if all ranks are.
+    # Ready for another division of the samples of later steps. Agreed if all ranks are.
     divide: bool = False
     # Steps between two mirrors, by this rank's measurements. Agreed is the mean.
     mirror_interval: float = 1.0
-    # The number of the engine that steps, from 1, where the function has several; 0: it has one.
+    # The number, from 1, of the engine that steps, if the function has several engines; else 0.
     engine: int = 0
     # Samples of the step that were left out. Agreed is the sum.
     bad_samples: int = 0
-    # Whether the newest step that ranks keep for other nodes is there. Agreed if all ranks' is.
+    # Other nodes have the newest step that this rank keeps for them. Agreed if so on all ranks.
     copied: bool = False
-    # The bytes copied for it. Agreed is the sum.
+    # The bytes copied for that. Agreed is the sum.
     copied_bytes: int = 0
 
     def to_scalars(self) -> list[float]:
-        """Numbers that are summed over the ranks."""
+        """Returns the numbers that the vote sums over the ranks."""
         number = float(self.engine)
         numbers = [number, number**2] if self.engine else []
         flags = map(float, (self.drain, self.pin, self.divide, self.copied))
@@ -57,12 +57,12 @@ class StepRequests:
 
     @classmethod
     def from_sums(cls, sums: Sequence[float], ranks: int) -> StepRequests:
-        """The agreement of `ranks` ranks from their summed requests. Raises EngineError if they
-        step different engines: only equal numbers have a variance of zero."""
+        """Returns the agreement of `ranks` ranks from their summed requests. Raises EngineError if
+        the ranks step different engines: only equal numbers have a variance of zero."""
         drain, pin, divide, copied, interval, bad, copied_bytes, *numbers = sums
         if numbers and numbers[1] * ranks != numbers[0] ** 2:
             raise EngineError(
-                "the ranks called step() of different engines at one time: nothing was changed",
+                "the ranks called step() of different engines at once: nothing was changed",
                 allowed="the same calls in the same order on every rank, also on one that has "
                 "just been started and continues at the job's step",
                 fix="decide which engine steps by engine.global_steps, not by a count of the loop",
@@ -84,7 +84,7 @@ NO_REQUESTS = StepRequests()
 
 
 OTHER_LOADER = object()
-"""In place of a loader of the engine's: one whose batches the host yields."""
+"""Stands for a loader that is not the engine's: the host yields its batches."""
 
 
 class ScriptEpochs:
@@ -104,15 +104,16 @@ class ScriptEpochs:
 
 
 class HostSession:
-    """A host's services to the engine, each with what it is without that host. All methods are
-    called by the training thread.
+    """A host's services to the engine. The methods of this class do what is right without a host.
+    All methods are called by the training thread.
 
     Attributes:
         engine_config: the job's engine config as a dict; None if the job has none.
-        seed: the job's, which determines the data order.
+        seed: the job's seed, which determines the data order.
         shares: each rank's share of a step's samples; empty for even shares.
         epochs: None unless the function is a script, which begins each of its loops again.
-        builds_alone: the other ranks have the engine that is about to be built, and are elsewhere.
+        builds_alone: the other ranks already have the engine that is about to be built, and do not
+            take part.
         in_job: whether there is a host.
     """
 
@@ -124,79 +125,88 @@ class HostSession:
     builds_alone: bool = False
 
     def adapt_config(self, config: ConfigSource | None) -> ConfigSource | None:
-        """The config of an engine that is about to be built, of the one that was given."""
+        """Returns the config for an engine that is about to be built; `config` is the one given."""
         return config
 
     def on_model(self, model: nn.Module) -> None:
-        """An engine is about to be built of this model."""
+        """Called when an engine is about to be built of this model."""
 
     def session_for(self, name: str | None, *, trains: bool) -> HostSession:
-        """The session of an engine that is about to be built, and that the caller may have named.
-        One that only evaluates has no state. Raises ConfigError if the name cannot be used."""
+        """Returns the session for an engine that is about to be built, with the name that the
+        script gave it, if any. An engine that only evaluates (not `trains`) has no state to
+        restore. Raises ConfigError if the name cannot be used."""
         return self
 
     def resume_from(self) -> AbstractContextManager[StateSource | None]:
-        """The state to restore into a new engine; None for a fresh start. Where the engine is built
-        before its ranks form their group, waits for them."""
+        """Returns a context with the state to restore into a new engine; None for a fresh start. If
+        the engine is built before its ranks form their group, entering it waits for them."""
         return nullcontext()
 
     def admits_load(self, step: int, engine_step: int, client_keys: Sequence[str]) -> bool:
-        """Whether a checkpoint of `step`, with a client state of these keys, takes the place of the
-        engine's state; otherwise that, which is newer and was restored, stays. Raises ConfigError
-        if neither is right."""
+        """Returns whether a checkpoint of `step`, with a client state of these keys, replaces the
+        engine's state. If not, the engine keeps its state, which was restored and is newer. Raises
+        ConfigError if neither is right."""
         return True
 
     def on_state_loaded(self, step: int) -> None:
         """Called on all ranks when the training function has loaded a checkpoint of `step`."""
 
     def on_engine_ready(self, engine: Any) -> None:
-        """Called once with the finished `Engine`, its state loaded. (It imports this module.)"""
+        """Called once with the finished `Engine`, its state loaded. (`Engine` imports this module,
+        so its type cannot be named here.)"""
 
     def reform(self) -> None:
-        """The process group of an engine that outlives it (`GroupSurvival.enable`) is broken.
-        Returns when there is another one, and the engine was re-cut for its ranks. Raises
-        CollectiveError if that one is broken, too."""
+        """Called when the process group of an engine that outlives it (`GroupSurvival.enable`) is
+        broken. Returns when there is another group, and the engine was re-cut for its ranks. Raises
+        CollectiveError if the other group is broken, too."""
 
     def begins_step(self, loader: object | None, *, within: bool) -> bool:
-        """Whether a step may begin, with all ranks, where a loader is about to be read
-        (`OTHER_LOADER` if it is not the engine's), or the forward is called (None). `within`: the
-        engine has gradients of this step."""
+        """Returns whether all ranks can begin a step at this call.
+
+        Args:
+            loader: the loader that is about to be read (`OTHER_LOADER` if it is not the engine's);
+                None if a forward is called.
+            within: the engine has gradients of the current step.
+        """
         return not within
 
     @property
     def undoes_step(self) -> bool:
-        """Whether the engine's last step is to be undone: others of the function have not made
-        theirs, and cannot any more in a broken process group."""
+        """Whether the engine's last step is to be undone: other engines of the function have not
+        made that step, and cannot make it any more in a broken process group."""
         return False
 
     def on_step_lost(self) -> None:
-        """A `step()` has ended that changed nothing, because the process group is broken."""
+        """Called at the end of a `step()` that changed nothing because the group is broken."""
 
     def on_engine_closed(self) -> None:
-        """The engine cannot be used any more."""
+        """Called when the engine cannot be used any more."""
 
     def on_phase(self, name: str) -> None:
-        """The training thread entered a phase: data, forward, backward, reduce, update, gather;
-        again and again `SAMPLES_PHASE` while it waits for samples that others make;
-        `OUTSIDE_PHASE`, where the host does not raise."""
+        """Called when the training thread enters a phase: data, forward, backward, reduce, update,
+        gather, publish. It may raise, to end the step, except in `OUTSIDE_PHASE`, between two
+        phases. Called again and again with `SAMPLES_PHASE` while the thread waits for samples that
+        other processes make."""
 
     def on_collective_wait(self, collective: int, entered: bool) -> None:
-        """The training thread starts, or has ended, waiting for other ranks in a collective."""
+        """Called when the training thread starts (`entered`), or has ended, waiting for other ranks
+        in a collective."""
 
     def on_samples_consumed(self, samples: Sequence[int]) -> None:
-        """This rank has trained on these samples of the loader: before the vote of their step."""
+        """Called with the samples of the loader that this rank has trained on, before the vote of
+        their step."""
 
     def on_samples_skipped(self, samples: Sequence[int]) -> None:
-        """Samples among those of `on_samples_consumed` that were left out of training."""
+        """Called with those samples of `on_samples_consumed` that were left out of training."""
 
     def step_requests(self) -> StepRequests:
-        """This rank's requests for the vote of the current step."""
+        """Returns this rank's requests for the vote of the current step."""
         return NO_REQUESTS
 
     def on_step_end(self, metrics: dict[str, float], agreed: StepRequests) -> None:
-        """An optimizer step has finished on this rank. `metrics` is `Engine.metrics` flattened to
-        numbers, `agreed` the ranks' common decision. After a drain, the host ends the function in
-        the `on_phase` with which the next step begins."""
+        """Called when an optimizer step has finished on this rank. `metrics` is `Engine.metrics`
+        flattened to numbers, `agreed` the ranks' common decision. After a drain, the host ends the
+        function in the `on_phase` with which the next step begins."""
 
 
 class _NoHost(HostSession):
@@ -207,8 +217,8 @@ NO_HOST = _NoHost()
 
 
 class BesideSession(HostSession):
-    """The session of an engine that only evaluates: a reference or a reward model. The host hears
-    of its phases and waits, as signs of life; it has no state to preserve."""
+    """The session of an engine that only evaluates: a reference or a reward model. The host gets
+    the engine's phases and waits, as signs of life. The engine has no state to preserve."""
 
     def __init__(
         self,
@@ -235,30 +245,30 @@ class BesideSession(HostSession):
 
 
 class Reforming:
-    """Asks the host for another process group where an engine's is broken.
+    """Asks the host for another process group in place of an engine's broken group.
 
     Within a training step a broken group is a state, not an exception (`Collectives.broken`): the
     script's forward and backward run on, and `step()` commits nothing. The engine waits for another
-    group where the next step begins, because new ranks begin there: what the script does between
-    two steps with all ranks would wait without result, and raises. Used by the training thread.
+    group where the next step begins, because new ranks begin there. A collective that the script
+    starts between two steps raises: new ranks would not take part. Used by the training thread.
     """
 
     def __init__(self, collectives: Collectives, session: HostSession) -> None:
         self.gathered_between_steps = False
-        """Whether something has needed all ranks between two steps."""
+        """Whether a call between two steps has needed all ranks."""
         self.by_host = False
-        """The host yields the batches of the script's own loader, asks for another group before
-        each, and yields those of a lost step again."""
+        """Whether the host yields the batches of the script's own loader: it asks for another group
+        before each batch, and yields the batches of a lost step again."""
         self._collectives = collectives
         self._session = session
 
     def is_due(self) -> bool:
-        """Whether the process group is broken."""
+        """Returns whether the process group is broken."""
         return bool(self._collectives.broken)
 
     def lose_step(self) -> bool:
-        """A `step()` ends that changes nothing. Tells the host, and returns whether that is because
-        the process group is broken."""
+        """Called at the end of a `step()` that changes nothing. Returns whether the process group
+        is broken, and if so tells the host of the lost step."""
         is_due = self.is_due()
         if is_due:
             self._session.on_step_lost()
@@ -270,27 +280,29 @@ class Reforming:
         return self.is_due() and self._session.undoes_step
 
     def before_read(self, loader: object, *, within: bool = False) -> None:
-        """The training thread is about to read a micro-batch of that loader; see
+        """Called before the training thread reads a micro-batch of `loader`; see
         `HostSession.begins_step`."""
         if self._session.begins_step(loader, within=within):
             self.reform_if_broken()
 
     def reform_if_broken(self) -> None:
-        """If the process group is broken: returns when the engine was re-cut for the ranks of
-        another one. What was made of the current step is lost, and its samples are read again.
-        Raises CollectiveError if the engine does not outlive its group."""
+        """If the process group is broken, waits until the engine was re-cut for the ranks of
+        another group. The work of the current step is lost, and its samples are read again. Raises
+        CollectiveError if the engine does not outlive its group."""
         while reason := self._collectives.broken:
             if self._collectives.on_broken is None:
                 raise CollectiveError(reason)
-            with suppress(CollectiveError):  # the next group broke while it was used first
+            with suppress(
+                CollectiveError
+            ):  # the other group is broken, too: asks for a further one
                 self._session.reform()
 
     def with_peers(self, call: Callable[[], T], *, by_new_ranks: bool = True) -> T:
-        """The result of what may need all ranks outside of a step's own passes. Raises
-        CollectiveError if the group is broken: the result would be undefined.
+        """Returns the result of a call that may need all ranks outside of a step's own passes.
+        Raises CollectiveError if the group is broken, since the result would be undefined.
 
-        `by_new_ranks`: where a script makes the call after each epoch, a new rank makes it after
-        those that were finished before it came, too.
+        `by_new_ranks` is False if the script makes the call after each epoch, and a new rank does
+        not repeat the calls of epochs that had ended before it joined.
         """
         called = self._collectives.counters.sequence
         result = call()
@@ -305,13 +317,13 @@ _current_session: ContextVar[HostSession | None] = ContextVar("rayzero_session",
 
 
 def current_session() -> HostSession | None:
-    """The session of the calling thread, or None outside a rayzero job."""
+    """Returns the session of the calling thread, or None outside a rayzero job."""
     return _current_session.get()
 
 
 @contextmanager
 def use_session(session: HostSession) -> Iterator[None]:
-    """Makes `session` the calling thread's session within a `with`."""
+    """Makes `session` the calling thread's session in this context."""
     token = _current_session.set(session)
     try:
         yield

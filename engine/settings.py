@@ -31,7 +31,7 @@ class Settings:
     config: EngineConfig
     batches: BatchSizes
     device: torch.device  # of the model
-    # Reduced gradients are still to be multiplied by it, and divided by the loss scale; see
+    # Reduced gradients have yet to be multiplied by this, and divided by the loss scale; see
     # `rayzero.engine.precision.policy`.
     post_reduce_scale: float
     # `gradient_allreduce_op`: the number of ranks for sum, 1 for mean.
@@ -44,8 +44,8 @@ def resolve_config(
     lr_scheduler: object | None,
     session: HostSession,
 ) -> ParsedConfig:
-    """The given config, else the job's, else the defaults. Raises ConfigError if the config is
-    wrong, or has no optimizer where one is needed."""
+    """Returns the given config, else the job's, else the defaults. Raises ConfigError if the config
+    is wrong, or has a scheduler and no optimizer."""
     if config is None:
         config = session.engine_config
     if config is None and optimizer is None:

@@ -7,9 +7,10 @@ weights:
     EMPTY
 
 A micro-step may have several backwards (the losses of a GAN), by `engine.backward(loss)` or by the
-loss's own `backward()`: their gradients add up. Each reduces as if it were the last, because none
-knows. Inside `no_sync()`, and where the script declared that a micro-step is not the last one,
-backward leads to ACCUMULATING directly, because no `step()` is due.
+loss's own `backward()`: their gradients add up. Each backward reduces as if it were the last of the
+micro-step, since the engine cannot know that. Inside `no_sync()`, and where the script declared
+that a micro-step is not the last one, backward leads to ACCUMULATING directly, because no `step()`
+is due.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ _NEXT = {
     StepPhase.ACCUMULATING: {StepPhase.BACKWARD, StepPhase.EMPTY},
     StepPhase.UPDATING: {StepPhase.EMPTY, StepPhase.ACCUMULATING},
 }
-"""EMPTY follows every phase: loading a checkpoint discards gradients. A failed backward or update
-returns to the phase in which the script may call backward again."""
+"""The phases that may follow each phase. EMPTY may follow all: loading a checkpoint discards
+gradients. A failed backward or update returns to the phase in which the script may call backward
+again."""
 
 
 class Boundary(Enum):
@@ -67,9 +69,9 @@ class StepTracker:
         self.lost = False  # the last `step()` ended a step that was lost with its process group
         self.zeroed = False  # `zero_grad()` since the last backward, and no `step()`
         self.unstepped = False  # no `step()` since the last backward
-        self.backwards = 0  # finished ones of this step
-        # Calls of step() beyond `gradient_accumulation_steps` in a step, where the script declares
-        # its end; negative where there were fewer.
+        self.backwards = 0  # number of finished backwards of this step
+        # Where the script declares the ends of steps: by how many the calls of step() exceed
+        # `gradient_accumulation_steps` per step; negative where there were fewer.
         self.uncounted_micro_steps = 0
         self._before = self._phase
 
@@ -79,7 +81,7 @@ class StepTracker:
 
     @phase.setter
     def phase(self, phase: StepPhase) -> None:
-        if phase not in _NEXT[self._phase]:  # an error in the engine: the script's are refused
+        if phase not in _NEXT[self._phase]:  # a defect of the engine; a script's are EngineErrors
             raise RuntimeError(f"the step cannot go from {self._phase.name} to {phase.name}")
         if phase is StepPhase.EMPTY:
             self.backwards = 0
@@ -96,7 +98,7 @@ class StepTracker:
 
     @property
     def follows_no_sync(self) -> bool:
-        """Whether a `step()` is the first after a backward inside `no_sync()`, which has ended."""
+        """Whether a `step()` would be the first after a backward in an ended `no_sync()`."""
         accumulating = self.phase is StepPhase.ACCUMULATING
         return accumulating and self.unstepped and not self.no_sync
 
@@ -106,13 +108,15 @@ class StepTracker:
 
     @property
     def skips_step(self) -> bool:
-        """Whether `step()` has nothing to do, because the script declared that more follows."""
+        """Whether `step()` has nothing to do, because the script declared that more micro-steps
+        follow."""
         return self.boundary is Boundary.NOT_LAST and not self.no_sync
 
     def zero_grad(self) -> None:
-        """Between two backwards without a `step()`, the next one forgets the gradients of those
-        before: inside `no_sync()` too, and where more micro-steps were declared to follow.
-        Elsewhere nothing: the first backward of a step replaces the previous step's."""
+        """If there was no `step()` since the last backward, makes the next backward forget the
+        gradients of this step: also inside `no_sync()`, and where more micro-steps were declared to
+        follow. Else does nothing: the first backward of a step replaces the previous step's
+        gradients."""
         self.zeroed = self.unstepped and self.has_gradients
 
     @contextmanager
@@ -131,7 +135,7 @@ class StepTracker:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Encloses one backward. If that fails, the script may call it again."""
+        """Encloses one backward. If the backward fails, the script may call it again."""
         self.begin_backward()
         try:
             yield
@@ -154,7 +158,8 @@ class StepTracker:
         self.phase = StepPhase.ACCUMULATING if deferred else StepPhase.STEP_PENDING
 
     def abandon_step(self) -> None:
-        """The gradients and micro-steps of this step are gone, with the process group."""
+        """Forgets the gradients and micro-steps of this step, which are lost with the process
+        group."""
         self._phase = self._before = StepPhase.EMPTY
         self.applied = self.zeroed = self.unstepped = False
         self.lost = True
@@ -162,7 +167,7 @@ class StepTracker:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Encloses the update at the end of a step. If that fails, gradients are still held."""
+        """Encloses the update at the end of a step. If it fails, gradients are still held."""
         self.phase = StepPhase.UPDATING
         try:
             yield

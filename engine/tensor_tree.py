@@ -17,7 +17,7 @@ _PLAIN = frozenset((str, bytes, int, float, bool, type(None)))
 
 
 def iter_tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested mappings, lists, tuples and dataclasses, in order."""
+    """Yields every tensor in nested mappings, lists, tuples and dataclasses, in order."""
     pending = [value]
     while pending:
         value = pending.pop()
@@ -32,15 +32,16 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Identifies its memory as long as that lives. Not an address, which the meta device lacks."""
+    """Returns a number that identifies a tensor's storage as long as the storage lives. It is not
+    the address of the memory, which the meta device lacks."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with `function` applied to every tensor in it.
+    """Returns `value` with `function` applied to every tensor in it.
 
     Descends into mappings, lists, tuples and dataclasses and keeps their types. A container in
-    which nothing changes is returned itself; the input is never modified.
+    which nothing changes is returned itself, not a copy; the input is never modified.
     """
     if isinstance(value, Tensor):
         return function(value)
@@ -64,12 +65,13 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _children(value: Any) -> Sequence[tuple[Any, Any]]:
-    """(key, child) of each child of a container; none for other values."""
-    if type(value) in _PLAIN:  # `Mapping` is slow to ask, and a batch has thousands of texts
+    """Returns (key, child) for each child of a container; nothing for other values."""
+    # isinstance with `Mapping`, an abstract class, is slow, and a batch has thousands of texts.
+    if type(value) in _PLAIN:
         return ()
     if isinstance(value, list | tuple):
         return list(enumerate(value))
-    if isinstance(value, dict | Mapping):  # `dict` first: an abstract class is slow to ask
+    if isinstance(value, dict | Mapping):  # `dict` first, which is fast
         return list(value.items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)

@@ -52,31 +52,31 @@ def without_torch_functions() -> AbstractContextManager[Any]:
 
 
 def is_in_functional_transform() -> bool:
-    """Whether the calling thread is inside a transform of torch.func, such as `vmap`."""
+    """Returns whether the calling thread is inside a transform of torch.func, such as `vmap`."""
     return torch._C._functorch.maybe_current_level() is not None
 
 
 def is_in_backward() -> bool:
-    """Whether the calling thread runs a backward: a graph task of autograd."""
+    """Returns whether the calling thread runs a backward: a graph task of autograd."""
     return torch._C._current_graph_task_id() != -1
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Runs `function` at the end of the backward in which this is called. Autograd owns it: if the
-    backward fails, it drops the function."""
+    """Runs `function` at the end of the backward in which this is called. Autograd owns the
+    function, and drops it if the backward fails."""
     Variable._execution_engine.queue_callback(function)
 
 
-# torch.compile, without importing the compiler: a second and 100 MB
+# torch.compile, without importing the compiler, which takes a second and 100 MB
 
 is_compiler_active: Callable[[], Any] = _eval_frame.get_eval_frame_callback
 """True in a frame that torch.compile's callback sees, such as a hook of a compiled module."""
 
 
 def disable_compiler(function: F, reason: str, *, also_callees: bool) -> F:
-    """As `torch.compiler.disable(function, reason=reason)`: torch.compile does not trace it, nor,
-    if `also_callees`, what it calls. The attribute is for graphs around the call, which break
-    there; the mark on the code for calls from outside."""
+    """Keeps torch.compile from tracing a function and, if `also_callees`, what it calls, as
+    `torch.compiler.disable(function, reason=reason)` does. The attribute makes a graph around the
+    call break there; the mark on the code is for calls from outside of a graph."""
     marked = cast(FunctionType, function)
     marked.__dict__["_torchdynamo_disable"] = True
     marked.__dict__["_torchdynamo_disable_msg"] = reason
@@ -88,17 +88,17 @@ def disable_compiler(function: F, reason: str, *, also_callees: bool) -> F:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is compiled in place, or is torch.compile's wrapper of another one."""
+    """Returns whether a module is compiled in place, or is torch.compile's wrapper of a module."""
     return module._compiled_call_impl is not None or is_compile_wrapper(module)
 
 
 def is_compile_wrapper(module: Any) -> bool:
-    """Whether `torch.compile(module)` has returned it."""
+    """Returns whether a module is the wrapper that `torch.compile(module)` returns."""
     return type(module).__name__ == "OptimizedModule"  # by name: its class is the compiler's
 
 
 def unwrap_compiled(module: Any) -> Any:
-    """The module that torch.compile's wrapper has wrapped; None for another module."""
+    """Returns the module inside torch.compile's wrapper; None if `module` is no wrapper."""
     return module._orig_mod if is_compile_wrapper(module) else None
 
 
@@ -107,25 +107,25 @@ def is_compiler_imported() -> bool:
 
 
 def compiled_graphs() -> int:
-    """The graphs that torch.compile has made in this process so far."""
+    """Returns the number of graphs that torch.compile has made in this process so far."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 def mark_dynamic(tensor: Tensor) -> None:
-    """Lets a compiled module take another size of the first dimension without being compiled again;
-    it adds no constraint. After the compiler was imported."""
+    """Lets a compiled module take another size of the tensor's first dimension without being
+    compiled again; adds no constraint. Called after the compiler was imported."""
     sys.modules["torch._dynamo"].maybe_mark_dynamic(tensor, 0)
 
 
-# Optimizers, which import the compiler on their first use
+# torch's optimizers, which import the compiler on their first use
 
 _UNTRACED = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
 
 
 def optimizer_methods_without_compiler() -> Sequence[tuple[type, str, Callable[..., Any]]]:
-    """(class, name, function) of the methods of torch's optimizers that import torch._dynamo, with
-    what they would do without it. Empty where they are built differently."""
+    """Returns (class, name, function) for each method of torch's optimizers that imports
+    torch._dynamo; `function` does the same without it. Empty if torch builds them differently."""
     found: list[tuple[type, str, Callable[..., Any]]] = []
     for name in _UNTRACED:
         method = getattr(Optimizer, name)
@@ -139,7 +139,8 @@ def optimizer_methods_without_compiler() -> Sequence[tuple[type, str, Callable[.
 
 
 def _with_grad_mode(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps as torch's `_use_grad_for_differentiable`, whose graph breaks need torch._dynamo."""
+    """Wraps `step` as torch's `_use_grad_for_differentiable` does, but without the graph breaks,
+    which need torch._dynamo."""
 
     def call(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         with torch.set_grad_enabled(self.defaults["differentiable"]):
@@ -164,24 +165,27 @@ def describe_group(group: dist.ProcessGroup, backend: str, world_size: int) -> N
 
 
 def use_store_for_groups(default: dist.ProcessGroup, store: Store) -> None:
-    """Lets groups that are made of the default one from now on meet in `store`, and have the names
-    that they would have in a new process. Their number is in their names, and a group that failed
-    to form was counted, too: peers that had not got as far would wait for another name."""
+    """Lets groups that are made of the default group from now on rendezvous in `store`, under the
+    names that they would have in a new process. A group's name contains a running number, which
+    also counts groups that failed to form: peers that had tried fewer groups would wait under
+    another name."""
     world = c10d._world
     world.pg_map[default] = world.pg_map[default][0], store
     world.group_count = 1
 
 
 def groups_newest_first() -> list[dist.ProcessGroup]:
-    """All groups of this process but the default one."""
+    """Returns all groups of this process but the default group, the newest first."""
     names = c10d._world.pg_names
     groups = [group for group in names if group is not c10d._world.default_pg]
     return sorted(groups, key=lambda group: str(names[group]), reverse=True)
 
 
 def nccl_backend(groups: Sequence[dist.ProcessGroup]) -> Any:
-    """The NCCL backend of one of these groups; None without one."""
-    for group in groups if dist.is_nccl_available() else ():
+    """Returns the NCCL backend of one of these groups; None if no group has one."""
+    if not dist.is_nccl_available():
+        return None
+    for group in groups:
         with suppress(RuntimeError):
             backend = group._get_backend(torch.device("cuda"))
             if isinstance(backend, dist.ProcessGroupNCCL):
@@ -190,17 +194,17 @@ def nccl_backend(groups: Sequence[dist.ProcessGroup]) -> Any:
 
 
 def error_reader(group: dist.ProcessGroup, device: torch.device) -> Callable[[], Any] | None:
-    """The method that returns a group's asynchronous error; None if its backend has none. Not all
-    builds of torch's base class have it."""
+    """Returns the method that returns a group's asynchronous error; None if its backend has no such
+    method. Not all builds of torch's base class have it."""
     return getattr(group._get_backend(device), "get_error", None)
 
 
 def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Aborts groups without waiting for peers. torch forgets them also if that fails."""
+    """Aborts groups without waiting for peers. torch forgets the groups even if an abort fails."""
     nccl = nccl_backend(groups)
     try:
         if nccl is not None:
-            nccl._group_start()  # else aborts of several communicators could deadlock
+            nccl._group_start()  # ungrouped aborts of several communicators could deadlock
         for group in groups:
             group.abort()
         if nccl is not None:
@@ -230,5 +234,5 @@ def forget_group(group: dist.ProcessGroup) -> None:
 
 
 def abort_default_group() -> None:
-    """Ends the default group, and those made of it, without waiting for peers."""
+    """Ends the default group, and the groups made of it, without waiting for peers."""
     c10d._abort_process_group()

@@ -1,8 +1,8 @@
 """Probes torch: two processes run `python -m rayzero.engine.torch_probe RANK FOLDER SECONDS`.
 
 Each fact is printed as a line of JSON as soon as it is known, so that a later step that hangs or
-crashes loses none. The two rendezvous through a file in the folder and run an all-reduce; each
-waits at most so many seconds for the other.
+crashes loses none. The two processes rendezvous through a file in FOLDER and run an all-reduce;
+each waits at most SECONDS for the other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rayzero.engine.errors import first_line
 
 
 def describe_torch() -> dict[str, Any]:
-    """Versions and devices, without a process group."""
+    """Returns versions and devices, without a process group."""
     devices = [torch.device("cuda", index) for index in range(device_count())]
     return {
         "torch": torch.__version__,
@@ -37,7 +37,7 @@ def describe_torch() -> dict[str, Any]:
 
 
 def try_backends(rank: int, folder: Path, timeout: timedelta) -> Iterator[dict[str, Any]]:
-    """Seconds that rendezvous and an all-reduce take with each backend, or its error.
+    """Yields the seconds that rendezvous and an all-reduce take with each backend, or its error.
 
     NCCL is tried if each of the two processes has its own GPU.
     """

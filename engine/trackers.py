@@ -1,7 +1,7 @@
 """Writers of the values of steps: TensorBoard, CSV files, W&B, Comet, MLflow.
 
 Used by the monitors of an engine's config (`engine.monitors`) and by a job
-(`orchestrator.metrics.trackers`). Without torch.
+(`orchestrator.metrics.trackers`). This module does not import torch.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from typing import Any, NamedTuple, Protocol
 FAILED = "FAILED"
 """A run's status at its end, as MLflow names it; others are FINISHED and KILLED."""
 MAX_MLFLOW_BATCH = 500
-"""Metrics of a request; MLflow's limit is 1000, of which 100 may be params."""
+"""The most metrics in a request; MLflow's limit is 1000, of which 100 may be params."""
 _MAX_PARAM_CHARACTERS = 500
 _MLFLOW_INVALID = re.compile(r"[^\w\-. /:]")
 
 
 def is_installed(package: str) -> bool:
-    """False for a mere folder of that name, as wandb leaves in a project."""
+    """Returns whether a package is installed. A mere folder of that name, as wandb leaves in a
+    project, is none."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
@@ -43,18 +44,19 @@ class Point(NamedTuple):
 
 
 class Writer(Protocol):
-    """One destination. Its methods may raise anything, and may be called again with the same."""
+    """A destination of values. Its methods may raise anything; then they may be called again with
+    the same arguments."""
 
     def rewind(self, step: int, at_s: float) -> None:
-        """Values of this step or later ones are going to be written; earlier writes of them are
-        removed, unless the destination keeps them."""
+        """Prepares to write values of `step` and later steps: removes values of these steps that
+        were written before, if the destination can."""
         return
 
     def write(self, points: Sequence[Point]) -> None:
         """Writes values, durably as far as the destination allows."""
 
     def end(self, status: str) -> None:
-        """Marks the run as ended; without it, it ends with the process."""
+        """Marks the run as ended; without this call, the run ends with the process."""
         return
 
 
@@ -87,8 +89,8 @@ class CsvFiles(Writer):
 
 
 class EventFile(Writer):
-    """A new TensorBoard event file in a folder, of TensorBoard's own messages and records. After a
-    rewind, TensorBoard hides the earlier values.
+    """A new TensorBoard event file in a folder, made with TensorBoard's own messages and records.
+    After a rewind, TensorBoard hides the earlier values.
 
     The writers of TensorBoard and torch have a thread that ends with the first write that fails.
     This file is complete after each call, and a write that raises can be repeated.
@@ -122,12 +124,12 @@ class EventFile(Writer):
 
 
 class WandbRun(Writer):
-    """A run in Weights & Biases: of the process, or one that is opened or continued.
+    """A run in Weights & Biases: opened or continued, or without `axis` the process's active run.
 
     Args:
-        axis: the column of the steps. None: W&B's own step, which must not go back: values of
+        axis: the column for the step. None: W&B's own step, which must not go back: values of
             steps that are done again are dropped.
-        settings: of `wandb.init`.
+        settings: arguments of `wandb.init`.
     """
 
     def __init__(self, axis: str | None = None, **settings: Any) -> None:
@@ -153,7 +155,7 @@ class WandbRun(Writer):
 
 
 class CometExperiment(Writer):
-    """An experiment, which gets a value of each name every `interval` steps."""
+    """An experiment in Comet, which gets a value of each name every `interval` steps."""
 
     def __init__(self, interval: int, name: str | None, **settings: Any) -> None:
         self.experiment = import_module("comet_ml").start(**settings)
@@ -213,7 +215,7 @@ class MlflowRun(Writer):
             )
             for point in points
             for name, value in point.values.items()
-            if isfinite(value)  # its stores differ in what they make of others
+            if isfinite(value)  # MLflow's stores treat other values differently
         ]
         for start in range(0, len(metrics), MAX_MLFLOW_BATCH):
             batch = metrics[start : start + MAX_MLFLOW_BATCH]
@@ -224,8 +226,8 @@ class MlflowRun(Writer):
 
 
 def append_all(path: Path, data: bytes, *, create: bool = True) -> None:
-    """Appends all of the data or nothing: a torn record would be the last that a reader sees.
-    Without `create` a file that is missing is an OSError."""
+    """Appends all of the data or nothing, since readers stop at a torn record. Raises OSError if
+    the file cannot be written or, without `create`, does not exist."""
     size = path.stat().st_size if not create or path.exists() else 0
     try:
         with path.open("ab") as file:

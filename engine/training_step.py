@@ -34,8 +34,8 @@ from rayzero.engine.zero.step_vote import StepVote
 from rayzero.engine.zero.unused_params import UnusedRanges
 
 _CHECK_STEPS = 50
-"""Between two looks for parameters that the model got after `initialize`: a millisecond for each
-thousand."""
+"""Steps between two checks for parameters that the model got after `initialize`, which take a
+millisecond per thousand parameters."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class TrainingStep:
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.settings.device)
         self._scaled: list[Tensor] = []  # losses given to `scale` since the last own backward
         self._loss_known = True  # whether every backward of this step reported its loss
-        self._check_at_step = 0  # the model's parameters
+        self._check_at_step = 0  # when the model's parameters are checked next
         self._rank_loss: float | None = None  # of this step, between its vote and its end
         self._own_weight = 1.0  # of the micro-batch of the backward that the script runs itself
         self.own_backward = OwnBackward(self.runtime, self)
@@ -76,7 +76,7 @@ class TrainingStep:
     def forward_inputs(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The model's inputs, as the config's schedules and its precision change them."""
+        """Returns the model's inputs, as the config's schedules and precision change them."""
         args, kwargs = self.scheduled_inputs.apply(model, args, kwargs)
         cast = self.runtime.precision.cast_inputs
         return cast(args), cast(kwargs)
@@ -90,7 +90,7 @@ class TrainingStep:
 
     @property
     def _reduces(self) -> bool:
-        """Whether a backward reduces what every rank holds in full."""
+        """Whether a backward reduces gradients that every rank holds in full."""
         tracker = self.tracker
         return self.is_boundary and not tracker.no_sync and tracker.boundary is not Boundary.STEP
 
@@ -105,8 +105,8 @@ class TrainingStep:
         return self._forward(module, args, kwargs)
 
     def _begin_step(self) -> None:
-        """Before a forward, which may be the first of a step. In a broken group: another one is
-        asked for when the loader is read; here, if nothing is read from it by this thread."""
+        """Called before a forward, which may be the first of a step. In a broken group, asks for
+        another one here, unless this thread does so when it reads the loader."""
         begins = self.meter.session.begins_step(None, within=self.tracker.has_gradients)
         is_read_now = self.reforming.by_host or self.micro_batches.is_read_where_steps_begin
         if begins and not is_read_now:
@@ -144,8 +144,8 @@ class TrainingStep:
             running = self.runtime.backward_pass(first=first, last=self._reduces)
             share = 0.0 if again else weight
             with self.meter.step_work.track_backward(share), running:
-                # Infinite if a 16-bit loss cannot represent it. A tensor as the initial gradient
-                # makes torch import sympy, half a second.
+                # The scaled loss is infinite if its 16-bit dtype cannot represent it. Scaling by an
+                # initial gradient instead makes torch import sympy, which takes half a second.
                 settings = self.settings
                 factor = settings.gradient_factor / settings.post_reduce_scale * self.loss_scale
                 scaled = loss * clamp_to_dtype(weight * factor, loss.dtype)
@@ -155,26 +155,26 @@ class TrainingStep:
             self.meter.phases.leave()
 
     def begin_own(self) -> None:
-        """A backward that the script runs itself has its first gradient. Its loss has no weight
-        yet, so its gradients get that; not if it is another engine's, which has put it in."""
+        """Called at the first gradient of a backward that the script runs itself. The gradients get
+        the weight of the micro-batch, unless another engine has already weighted the loss."""
         scaler, tracker = self.runtime.precision.scaler, self.tracker
-        others = factor_of_other()
-        if others is None and scaler is not NO_SCALER and not self._scaled:
+        other_factor = factor_of_other()
+        if other_factor is None and scaler is not NO_SCALER and not self._scaled:
             raise EngineError(
                 f"a loss that was not scaled began backward(), and the loss scale is "
                 f"{scaler.value:g}",
                 allowed="engine.scale(loss).backward(), or engine.backward(loss)",
             )
-        self._own_weight = weight = self._begin_micro_batch() if others is None else 1.0
+        self._own_weight = weight = self._begin_micro_batch() if other_factor is None else 1.0
         first, again = self._prepare_backward()
         tracker.begin_backward()
-        self.meter.step_work.count_backward(0.0 if again or others else weight)
+        self.meter.step_work.count_backward(0.0 if again or other_factor else weight)
         factor = weight / self.settings.post_reduce_scale
-        factor = factor if others is None else factor * self.loss_scale / others
+        factor = factor if other_factor is None else factor * self.loss_scale / other_factor
         self.runtime.reducer.begin_backward(first=first, last=self._reduces, factor=factor)
 
     def finish_own(self) -> None:
-        """The end of that backward."""
+        """Called at the end of a backward that the script runs itself."""
         self.runtime.finish_backward()
         for loss in self._scaled:
             self._loss_sum.add_(loss, alpha=self._own_weight)
@@ -184,19 +184,19 @@ class TrainingStep:
         self.meter.phases.leave()
 
     def abandon_own(self) -> None:
-        """That backward failed: the script may call it again."""
+        """Called when a backward of the script has failed: the script may call it again."""
         self._scaled.clear()
         self.tracker.abandon_backward()
 
     def _begin_micro_batch(self) -> float:
-        """The weight of the micro-batch whose backward begins."""
+        """Returns the weight of the micro-batch whose backward begins."""
         tracker = self.tracker
         step_due = tracker.step_pending and tracker.boundary is not Boundary.STEP
         return self.micro_batches.begin_backward(step_due=step_due)
 
     def _prepare_backward(self) -> tuple[bool, bool]:
-        """Whether the backward that follows is the first of its step, and a further one of its
-        micro-step."""
+        """Returns whether the backward that follows is the first of its step, and whether its
+        micro-step had a backward before."""
         self.meter.phases.enter("backward")
         if self.tracker.zeroed:
             self.discard_gradients()
@@ -259,14 +259,15 @@ class TrainingStep:
         self.meter.end_step(vote, lr, loss, rank_loss)
 
     def _lose_step(self, before: TrainingProgress) -> None:
-        """Forgets a step whose group broke, or of what was read before the ranks changed. The
-        loader reads again from the last finished step; a loop that will not read asks for another
-        group here. A rank stays `detached` until its next forward: others do not what it does."""
+        """Forgets a step whose group broke, or whose samples were read before the ranks changed.
+        The loader reads again from the last finished step; for a loop that will not read, another
+        group is asked for here. The rank stays `detached` until its next forward, because until
+        then it does not make the same calls as the others."""
         self.runtime.discard_gradients()
         self.abandon()
         self._progress.lose_step(before)
         if self.runtime.unshard_scheduler is not None:
-            self.runtime.unshard_scheduler.abandon()  # its gathered weights are of no rank
+            self.runtime.unshard_scheduler.abandon()  # its gathered weights are undefined
         self.micro_batches.stale.end_step()
         if not self.reforming.lose_step():
             return
@@ -276,8 +277,8 @@ class TrainingStep:
             self.reforming.reform_if_broken()
 
     def _publish(self) -> None:
-        """Starts to gather the updated weights. Raises CollectiveError in a group that breaks
-        meanwhile, with a state that no other rank may use: the script would read undefined ones."""
+        """Starts to gather the updated weights. In a group that breaks meanwhile, the script would
+        read undefined weights: revokes the state, and raises CollectiveError."""
         self.meter.phases.enter("publish")
         self.runtime.sync_model_weights()
         gathers = self.runtime.stage.weight_collective is Collective.ALL_GATHER
@@ -287,16 +288,15 @@ class TrainingStep:
 
     @contextmanager
     def coalesced(self) -> Iterator[None]:
-        """Around the backwards of a step, which only add up: their sum is reduced once, at the end,
-        where gradients are held in full (stages 0 and 1)."""
+        """Encloses the backwards of a step, whose gradients only add up: at stages 0 and 1, which
+        hold gradients in full, the sum is reduced once, at the end."""
         tracker = self.tracker
         if tracker.boundary is Boundary.STEP or not self.is_boundary:
             raise EngineError(
                 "coalesce_grad_reduction() was called where it does not hold a whole step",
                 allowed="one for each step: gradient_accumulation_steps 1, or after "
                 "set_gradient_accumulation_boundary(True)",
-                fix="call nothing with managed_gradient_accumulation: false: there the backwards "
-                "of a step are reduced once",
+                fix="leave the call out where managed_gradient_accumulation is false",
             )
         with tracker.without_sync():
             yield
@@ -312,8 +312,8 @@ class TrainingStep:
         self.meter.monitors.close()
 
     def abandon(self) -> None:
-        """Forgets the step in progress, whose process group is gone: nothing of it is waited for.
-        The device has finished what was queued."""
+        """Forgets the step in progress, whose process group is gone, without waiting for any of its
+        work. The device has finished all kernels that were queued."""
         self.own_backward.abandon()
         self.tracker.abandon_step()
         self._loss_sum.zero_()
@@ -329,14 +329,14 @@ class TrainingStep:
         self.tracker.phase = StepPhase.EMPTY
 
     def _update(self) -> tuple[StepVote, float]:
-        """Agrees on the step with all ranks, and applies it; with the learning rate used."""
+        """Agrees on the step with all ranks, and applies it. Returns the vote and the lr used."""
         self.meter.phases.enter("reduce")
         factor = self.settings.post_reduce_scale / self.loss_scale
         vote = self.runtime.vote(self._loss_sum, factor, self.meter.step_requests())
         limit = self.settings.config.rayzero.loader.max_bad_samples
         self._progress.check_bad_samples(vote.agreed.bad_samples, limit)
         if self.meter.compares_rank_losses and self._loss_known:
-            # The vote has waited for the device; the update is not queued yet.
+            # Does not wait: the vote has waited for the device, and the update is not queued yet.
             (self._rank_loss,) = get_device(self._loss_sum.device).read(self._loss_sum.reshape(1))
         unused = self.runtime.take_unused(vote)
         lr = self.optimizer.lr
@@ -368,8 +368,8 @@ class TrainingStep:
 
     @property
     def _step_samples(self) -> int:
-        """Samples of the step that ends. Where every `step()` ends one, over batches that the
-        script makes: of as many micro-batches as there were backwards."""
+        """Number of samples of the step that ends. Where every `step()` ends a step of the script's
+        own batches, it has as many micro-batches as backwards."""
         global_batch = self._progress.global_batch
         if self.tracker.boundary is not Boundary.STEP or self.micro_batches.from_loader:
             return global_batch

@@ -27,7 +27,7 @@ _SHORT_REPR.maxstring = _SHORT_REPR.maxother = _SHORT_REPR.maxlong = 80
 
 
 def repr_value(value: Any) -> str:
-    """A value for messages, truncated."""
+    """Returns the text of a value for messages, truncated."""
     try:
         return _SHORT_REPR.repr(value)
     except ValueError:  # Python does not print integers of over 4300 digits
@@ -35,8 +35,9 @@ def repr_value(value: Any) -> str:
 
 
 def validate_document(model: type[M], value: Any, what: str) -> M:
-    """A whole document as a `model`; `what` is its name in messages, such as a file's name. Raises
-    ConfigError, which names every wrong key by its path, what was seen, and what is allowed."""
+    """Returns a whole document as an instance of `model`; `what` is the document's name in
+    messages, such as a file's name. Raises ConfigError, which names every wrong key by its path,
+    what was seen, and what is allowed."""
     if not isinstance(value, dict):
         raise ConfigError(
             f"{what}: a mapping of keys to values was expected, not {type(value).__name__}"
@@ -50,8 +51,8 @@ def validate_document(model: type[M], value: Any, what: str) -> M:
 def validate_model(
     model: type[M], value: dict[str, Any], prefix: str = ""
 ) -> tuple[M | None, list[str]]:
-    """`value` as a `model`, or None and a line for every mistake in it; `prefix` is that of the
-    keys' paths in messages, if the value is a part of a document."""
+    """Returns `value` as an instance of `model`, or None, and a line for every mistake. If `value`
+    is a part of a document, `prefix` precedes its keys in the lines."""
     try:
         return model.model_validate(value), []
     except ValidationError as error:
@@ -59,8 +60,8 @@ def validate_model(
 
 
 def error_lines(model: type[BaseModel], error: ValidationError) -> list[str]:
-    """A line for each location: the errors of a union's members count as one. The keys that a
-    section knows are listed once."""
+    """Returns a line for each location: the errors of a union's members count as one. The keys that
+    a section knows are listed once."""
     by_location = {entry["loc"]: entry for entry in reversed(error.errors(include_url=False))}
     lines: list[str] = []
     listed: set[str] = set()
@@ -100,7 +101,7 @@ def _error_line(model: type[BaseModel], error: ErrorDetails) -> str:
 
 
 def _reason(model: type[BaseModel], path: list[str], error: ErrorDetails) -> str:
-    """The reason why a value is refused, and what is allowed."""
+    """Returns the reason why a value is refused, and what is allowed."""
     match error["type"]:
         case "model_type" | "model_attributes_type" | "dataclass_type":
             return f"keys and values were expected{_example(_section_at(model, path), error)}"
@@ -116,18 +117,18 @@ def _reason(model: type[BaseModel], path: list[str], error: ErrorDetails) -> str
 
 
 def _example(section: type[BaseModel] | None, error: ErrorDetails) -> str:
-    """The section with the value at the first of its keys that takes it, as in `workers: 16`."""
+    """Returns an example of a section for a value in its place, as in `workers: 16`: the first key
+    that accepts the value, with it. Without such a key, returns the names of all keys."""
     if section is None:
         return ""
-    for name, field in (
-        section.model_fields.items() if isinstance(error["input"], str | int) else ()
-    ):
-        example = {field.alias or name: error["input"]}
-        try:
-            section.model_validate(example)
-        except ValueError:
-            continue
-        return f", such as {json.dumps(example):.200}"
+    if isinstance(error["input"], str | int):
+        for name, field in section.model_fields.items():
+            example = {field.alias or name: error["input"]}
+            try:
+                section.model_validate(example)
+            except ValueError:
+                continue
+            return f", such as {json.dumps(example):.200}"
     return f": {', '.join(_allowed_keys(section, []))}"
 
 
@@ -147,7 +148,7 @@ def _paths_of(section: type[BaseModel], name: str, prefix: str) -> Iterator[str]
 
 
 def _allowed_keys(model: type[BaseModel], path: list[str]) -> list[str]:
-    """The keys that the document allows at `path`."""
+    """Returns the keys that the document allows at `path`."""
     section = _section_at(model, path)
     if section is None:
         return []
@@ -163,7 +164,7 @@ def _section_at(model: type[BaseModel], path: list[str]) -> type[BaseModel] | No
 
 
 def nested_section(annotation: Any) -> type[BaseModel] | None:
-    """The model of a field that is a section, also of an optional one."""
+    """Returns the model of a field that is a section or an optional section, else None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(nested_section, get_args(annotation))), None)

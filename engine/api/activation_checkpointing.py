@@ -1,8 +1,8 @@
 """DeepSpeed's activation checkpointing functions, over `torch.utils.checkpoint`.
 
-Always non-reentrant: it keeps autograd's graph, so gradients arrive as without checkpointing, and
-stage 3 sees each block's recomputed forward. Method: Chen et al., "Training Deep Nets with
-Sublinear Memory Cost", 2016.
+Checkpointing is always non-reentrant, which keeps autograd's graph: gradients arrive as without
+checkpointing, and stage 3 sees each block's recomputed forward. Method: Chen et al., "Training Deep
+Nets with Sublinear Memory Cost", 2016.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ def configure(
     """Configures `checkpoint` for the process.
 
     Args:
-        deepspeed_config: a config, for its section `activation_checkpointing`, which says why the
-            options that are not here are ignored.
-        checkpoint_in_cpu: save checkpointed inputs in host memory.
+        deepspeed_config: a config, of which the section `activation_checkpointing` is read.
+        checkpoint_in_cpu: save checkpointed inputs in host memory; None: as the config says.
+
+    The other arguments are ignored, as are the config's keys of the same meaning; `rayzero config
+    explain` says why.
     """
     if mpu_ is not None:
         raise ConfigError(
@@ -55,7 +57,7 @@ def configure(
 
 
 def is_configured() -> bool:
-    """Whether `configure` was called; `checkpoint` works without it."""
+    """Returns whether `configure` was called; `checkpoint` works without it."""
     return _Options.configured
 
 
@@ -75,5 +77,5 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """The same: `checkpoint` is never the reentrant kind."""
+    """Calls `checkpoint`, which is always non-reentrant."""
     return checkpoint(function, *args)

@@ -17,7 +17,7 @@ from rayzero.engine.zero.file_values import tensors_in_file
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The names that only the model has, or only the files; none if `strict`.
+    """The names that only the model or only the files have; there are none if `strict`.
 
     Attributes:
         missing: weights of the model that the files do not have; they keep their initial values.
@@ -32,10 +32,11 @@ class LoadReport:
 def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) -> LoadReport:
     """Loads weights and buffers into a model that no engine has yet; call it on every rank.
 
-    A model that `rayzero.zero_init` built gets no memory: its parameters are read by `initialize`,
-    at stage 3 by each rank its own shard. A job that resumes a state, or a worker that joins after
-    a fault, takes that state's values: of the files only names and shapes are read. Tied weights
-    need to be in the files once. Values are converted to the model's dtypes.
+    A model that `rayzero.zero_init` built gets no memory here: `initialize` reads its parameters;
+    at stage 3, each rank reads only its own shard. In a job that resumes from a state, and in a
+    worker that joins after a fault, the values are those of that state, and only names and shapes
+    are read from the files. Tied weights need to be in the files only once. Values are converted to
+    the model's dtypes.
 
     Args:
         path: a safetensors file, or a folder with `model.safetensors` or
@@ -52,20 +53,20 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) 
         >>> rayzero.load_pretrained(model, "checkpoints/gpt")
         >>> engine, *_ = rayzero.initialize(model=model, config=config)
     """
-    with without_dispatch_modes():  # also inside `zero_init`, the files' tensors are real ones
+    with without_dispatch_modes():  # the files' tensors have memory, also inside `zero_init`
         found = load_safetensors(Path(path))
     if found is None:
         raise DataError(
             f"{path} has no weights", allowed="model.safetensors, or model.safetensors.index.json"
         )
     files = {file: tensors_in_file(file) for _, file in found.values()}
-    in_state = model.state_dict(keep_vars=True).items()  # tied ones under each of their names
-    own = {name: it for name, it in in_state if isinstance(it, Tensor)}
+    state = model.state_dict(keep_vars=True)  # has a tied weight under each of its names
+    own = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
     loaded: set[int] = set()
     for name, (value, file) in found.items():
         if name in own and own[name].shape != value.shape:
             raise DataError(
-                f"{path} has {name!r} of shape {tuple(value.shape)}, and the model of "
+                f"{path} has {name!r} of shape {tuple(value.shape)}, but the model has shape "
                 f"{tuple(own[name].shape)}"
             )
         if name in own:
@@ -80,9 +81,9 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) 
     )
     if strict and (report.missing or report.unexpected):
         wrong = [f"lacks {name!r}" for name in report.missing]
-        wrong += [f"has {name!r}, which the model has not" for name in report.unexpected]
+        wrong += [f"has {name!r}, which the model does not have" for name in report.unexpected]
         raise DataError(
             f"{path} {wrong[0]}" + (f", and {len(wrong) - 1} more differ" if wrong[1:] else ""),
-            fix="load_pretrained(strict=False), which reports them",
+            fix="call load_pretrained(strict=False), which returns the names that differ",
         )
     return report

@@ -29,7 +29,7 @@ class ParamSlice:
 
 @dataclass(frozen=True)
 class StoredParam:
-    """A parameter that an engine stores in a unit, by its index in it."""
+    """A parameter that an engine stores: its unit, and its index in the unit."""
 
     engine: Engine
     unit: Unit
@@ -41,11 +41,11 @@ class StoredParam:
 
     @property
     def grad_scale(self) -> float:
-        """The factor that a reduced gradient is still to be multiplied by."""
+        """The factor by which a reduced gradient has yet to be multiplied."""
         return self.engine.settings.post_reduce_scale / self.engine.loss_scale
 
     def model_weights(self) -> list[ParamSlice]:
-        """This rank's shard; the full parameter where weights are replicated."""
+        """Returns this rank's shard; the full parameter where weights are replicated."""
         weights = self.unit.weights
         if isinstance(weights, ShardedWeights):
             return list(self._slices_within(self.unit.shard, weights.shard))
@@ -53,15 +53,17 @@ class StoredParam:
         return list(self._slices_within(whole, weights.persistent_tensor))
 
     def main_weights(self) -> list[ParamSlice]:
-        """The part that this rank updates; empty if frozen."""
+        """Returns the part of the main weights that this rank updates; empty if the parameter is
+        frozen."""
         if self.unit.main_weights is None:
             return []
         self.engine.state.before_write()  # the caller may change them
         return list(self._slices_within(self.unit.owned, self.unit.main_weights))
 
     def gradients(self) -> list[ParamSlice]:
-        """This rank's part of the reduced gradient; empty if frozen. Raises EngineError if it is
-        not reduced: at stages 0 and 1 before the last backward of a step, or after `step`."""
+        """Returns this rank's part of the reduced gradient; empty if the parameter is frozen.
+        Raises EngineError while the gradient is not reduced: after `step`, and at stages 0 and 1
+        before the last backward of a step."""
         step = self.engine.internals
         if self.unit.grads is None:
             return []
@@ -75,8 +77,8 @@ class StoredParam:
 
     @torch.no_grad()
     def local_gradient(self) -> Tensor | None:
-        """A copy of this rank's own gradient, as if its micro-batches were all ranks'; None where
-        gradients are reduced already."""
+        """Returns a copy of this rank's own gradient, scaled as if every rank had the same; None
+        where gradients are already reduced."""
         local = None if self.unit.grads is None else self.unit.grads.local(self.index)
         if local is None:
             return None
@@ -84,7 +86,7 @@ class StoredParam:
         return local.view(self.shape) * (self.grad_scale * ranks)
 
     def optimizer_state(self, key: str) -> list[ParamSlice]:
-        """This rank's part of a tensor of optimizer state; empty before the first step."""
+        """Returns this rank's part of a tensor of optimizer state; empty before the first step."""
         self.engine.state.before_write()
         optimizer = self.engine.internals.optimizer
         parts: list[ParamSlice] = []
@@ -97,21 +99,23 @@ class StoredParam:
 
     @torch.no_grad()
     def gather_model_weights(self, dtype: torch.dtype) -> Tensor:
-        """A copy of the full parameter, on every rank. Collective where weights are sharded."""
+        """Returns a copy of the full parameter on every rank. Collective where weights are
+        sharded."""
         sharded = isinstance(self.unit.weights, ShardedWeights)
         return self._gather(self.model_weights(), dtype, sharded=sharded)
 
     @torch.no_grad()
     def gather_state(self, parts: Sequence[ParamSlice]) -> Tensor:
-        """The full tensor of which `parts` are this rank's, on every rank. Collective where the
-        optimizer's state is sharded."""
+        """Returns the full tensor on every rank; `parts` are this rank's parts of it. Collective
+        where the optimizer's state is sharded."""
         like = parts[0].memory if parts else self.unit.main_weights
         dtype = torch.float32 if like is None else like.dtype
         stage = self.engine.internals.runtime.stage
         return self._gather(parts, dtype, sharded=stage.optimizer_state is Placement.SHARDED)
 
     def _gather(self, parts: Sequence[ParamSlice], dtype: torch.dtype, *, sharded: bool) -> Tensor:
-        """Gathers parts in any memory on the engine's device, in the parameter's shape."""
+        """Returns the full tensor on the engine's device, in the parameter's shape; `parts` may be
+        in any memory."""
         numel = self.unit.layout.params[self.index].numel
         flat = torch.zeros(numel, dtype=dtype, device=self.engine.device)
         for part in parts:
@@ -124,15 +128,16 @@ class StoredParam:
         return flat.view(self.shape)
 
     def _slices_within(self, held: slice, memory: Tensor) -> Iterator[ParamSlice]:
-        """The part in `memory`, which is the range `held` of the unit's flat layout."""
+        """Yields the parameter's slice in `memory`, which is the range `held` of the unit's flat
+        layout."""
         for part in self.unit.layout.overlaps(held):
             if part.index == self.index:
                 yield ParamSlice(part.start, part.stop, memory[part.memory])
 
 
 def find_owner(param: nn.Parameter) -> tuple[Engine, StoredParam | None] | None:
-    """The newest engine that has this parameter, and where it stores it; None for a frozen one that
-    every rank holds in full. None if no engine has it."""
+    """Returns the newest engine that has this parameter, and where the engine stores it: None for a
+    frozen parameter that every rank holds in full. Returns None if no engine has the parameter."""
     if (found := find_engine(param)) is None:
         return None
     engine, entry = found
@@ -140,14 +145,15 @@ def find_owner(param: nn.Parameter) -> tuple[Engine, StoredParam | None] | None:
 
 
 def invalidate_gathered(engine: Engine) -> None:
-    """After a change of model weights: gathered copies of them are not used again."""
+    """Makes the engine gather model weights again before their next use; call it after changing
+    them."""
     if (scheduler := engine.internals.runtime.unshard_scheduler) is not None:
         scheduler.invalidate()
 
 
 def restore_param(engine: Engine, stored: StoredParam, param: nn.Parameter) -> bool:
-    """Points a parameter that a script gathered where it belongs; False where weights are
-    replicated, so that it has its own memory always."""
+    """Points a parameter that a script has gathered back to the engine's memory. Does nothing and
+    returns False where weights are replicated: such a parameter always has its own memory."""
     weights, scheduler = stored.unit.weights, engine.internals.runtime.unshard_scheduler
     if not isinstance(weights, ShardedWeights) or scheduler is None:
         return False
@@ -163,8 +169,8 @@ def write_slices(parts: Iterable[ParamSlice], value: Tensor) -> None:
 
 
 def write_changed_slices(parts: Iterable[ParamSlice], value: Tensor, before: Tensor) -> None:
-    """Writes only elements that differ from `before`: the others may be stored with more precision
-    than `value` has."""
+    """Writes only the elements of `value` that differ from `before`: `parts` may hold the others in
+    a higher precision than `value` has."""
     new, old = value.detach().reshape(-1), before.reshape(-1)
     for part in parts:
         mine = slice(part.start, part.stop)

@@ -36,8 +36,8 @@ _GROUP_OPTIONS = (
 
 
 class Init:
-    """Around a model's construction: builds it without allocating its memory (`rayzero.zero_init`);
-    `initialize` materializes it unit by unit.
+    """Context manager around a model's construction, which then allocates no memory for the model
+    (`rayzero.zero_init`); `initialize` materializes the model unit by unit.
 
     Args:
         module: an existing model; it is left unchanged, and `initialize` shards it.
@@ -68,16 +68,19 @@ class Init:
 
 
 class GatheredParameters:
-    """Within it, parameters are gathered in full on every rank. Collective.
+    """Context manager in which parameters are gathered in full on every rank. Collective.
 
     Args:
         params: one or more parameters of one engine's model; others are left as they are.
-        modifier_rank: this rank's values are broadcast at the end, to model weights and main
-            weights. None if nothing is changed: where weights are sharded, changes would be lost.
+        modifier_rank: this rank's values are broadcast on exit, to model weights and main weights.
+            None if nothing is changed: where weights are sharded, changes would be lost.
         fwd_module: ignored: a module's forward gathers the parameters used in it.
 
     Raises:
-        ConfigError: at its beginning, if there is no rank `modifier_rank`.
+        ConfigError, EngineError: on entry, if there is no rank `modifier_rank`: ConfigError if the
+            model has an engine, else EngineError.
+        EngineError: on exit, with `enable_sanity_checks` in the config, if sharded parameters were
+            written to without `modifier_rank`.
 
     Example:
         >>> with GatheredParameters(model.head.weight, modifier_rank=0):
@@ -111,14 +114,14 @@ class GatheredParameters:
                 f"GatheredParameters(modifier_rank={self._modifier_rank}) before initialize, on "
                 f"{ranks} ranks",
                 allowed=f"0 to {ranks - 1}",
-                fix="deepspeed.init_distributed() before, if there are more ranks",
+                fix="call deepspeed.init_distributed() before, if there are more ranks",
             )
         keep = self._modifier_rank is not None
         found = [(param, *owner) for param, owner in owners if owner]
         for _, engine, _ in found:
             _check_rank(engine, self._modifier_rank or 0)
         self._gathered = [_GatheredParam(*each, keep=keep) for each in found]
-        if planned:  # last: nothing that raises may leave it on
+        if planned:  # entered last: an error above would leave the recording on
             self._stack.enter_context(recording(planned))
         return self
 
@@ -126,9 +129,11 @@ class GatheredParameters:
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         self._stack.__exit__(kind, *error)
         modified = self._modifier_rank is not None and kind is None
-        checked = [it for it in self._gathered if kind is None and not modified and it.is_checked]
-        written = [it for it in checked if it.is_written]
-        if modified and self._planned and self._modifier_rank:  # rank 0's are taken anyway
+        checked: list[_GatheredParam] = []
+        if kind is None and not modified:
+            checked = [gathered for gathered in self._gathered if gathered.is_checked]
+        written = [gathered for gathered in checked if gathered.is_written]
+        if modified and self._planned and self._modifier_rank:  # rank 0's are the default
             take_initial_values(self._planned, self._modifier_rank)
         for gathered in self._gathered:
             if modified:
@@ -142,10 +147,10 @@ class GatheredParameters:
 
 
 def _check_unwritten(checked: Sequence[_GatheredParam], written: Sequence[_GatheredParam]) -> None:
-    """Raises EngineError on all ranks if any of them has written. Collective if there are any that
-    are `checked`."""
-    for engine in dict.fromkeys(it.engine for it in checked):
-        own = [it for it in written if it.engine is engine]
+    """Raises EngineError on all ranks if any rank has written to parameters of `checked`; `written`
+    are those that this rank has written to. Collective unless `checked` is empty."""
+    for engine in dict.fromkeys(gathered.engine for gathered in checked):
+        own = [gathered for gathered in written if gathered.engine is engine]
         nothing = torch.zeros(0, dtype=torch.float64, device=engine.settings.device)
         collectives = engine.internals.runtime.collectives
         (count,) = collectives.sum_scalars(nothing, [len(own)], name="sanity check")
@@ -155,8 +160,9 @@ def _check_unwritten(checked: Sequence[_GatheredParam], written: Sequence[_Gathe
                 f"modifier_rank, {len(own)} of them on this rank: the ranks' values would differ, "
                 "and all are dropped",
                 allowed="writes by one rank, whose values the others get",
-                fix="GatheredParameters(..., modifier_rank=0); "
-                "zero_optimization.enable_sanity_checks: false drops them silently, as DeepSpeed",
+                fix="call GatheredParameters(..., modifier_rank=0), or set "
+                "zero_optimization.enable_sanity_checks: false, which drops such writes silently, "
+                "as DeepSpeed does",
             )
 
 
@@ -169,8 +175,9 @@ def _check_rank(engine: Engine, rank: int) -> None:
 
 
 class _GatheredParam:
-    """A parameter that is full on every rank: in its own memory where weights are replicated,
-    otherwise in new memory. `keep`: a copy of its values shows later what was changed."""
+    """A parameter that is gathered on every rank: in its own memory where weights are replicated,
+    otherwise in new memory. With `keep`, a copy of the values tells `broadcast` later which of them
+    were changed."""
 
     def __init__(
         self, param: nn.Parameter, engine: Engine, stored: StoredParam | None, *, keep: bool
@@ -186,17 +193,19 @@ class _GatheredParam:
 
     @property
     def is_written(self) -> bool:
-        """Whether an operation of torch has written to the parameter since."""
+        """Whether an operation of torch has written to the parameter since it was gathered."""
         return self._version != (self.param.data_ptr(), self.param._version)
 
     @property
     def is_checked(self) -> bool:
-        """Whether a write without `modifier_rank` is an error: where it would be lost."""
+        """Whether a write without `modifier_rank` is an error: it would be lost, and the config
+        enables the check."""
         zero = self.engine.settings.config.zero_optimization
         return zero.enable_sanity_checks and STAGES[zero.stage].shards_weights
 
     def restore(self) -> None:
-        """Gives the parameter its present memory: its block may have been gathered or released."""
+        """Points the parameter to the engine's memory again. That may have changed meanwhile: the
+        parameter's block may have been gathered or released."""
         if self._stored is None or not restore_param(self.engine, self._stored, self.param):
             self.param.data = self.original
 

@@ -1,8 +1,9 @@
 """DeepSpeed's attributes on parameters of a stage-3 model: `param.ds_status` and its relatives.
 
-They are properties of `nn.Parameter`, which look a parameter up in its engine: nothing is written
-to a parameter when its block is gathered, so a step costs nothing more. A parameter that no stage-3
-engine has, and that no `zero.Init` built, has none of them: `hasattr(param, "ds_id")` is False.
+The attributes are properties of `nn.Parameter`, which look the parameter up in its engine: nothing
+is written to a parameter when its block is gathered, so they cost a step nothing. A parameter that
+no stage-3 engine has, and that no `zero.Init` built, has no such attribute: `hasattr(param,
+"ds_id")` is False.
 """
 
 from __future__ import annotations
@@ -41,29 +42,31 @@ class ZeroParamStatus(Enum):
 
 
 def is_zero_param(param: object) -> bool:
-    """Whether a stage-3 engine has this parameter, or `zero.Init` built it."""
+    """Returns whether a stage-3 engine has this parameter, or `zero.Init` built it."""
     return hasattr(param, "ds_id")
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Before `initialize`, for a weight that is read outside its module's forward: the module is
-    then not gathered on its own (`rayzero.unshard_min_numel`)."""
+    """Declares that a weight is read outside its module's forward: the module is then not gathered
+    on its own (`rayzero.unshard_min_numel`). Call it before `initialize`."""
     vars(parameter)[USED_ELSEWHERE] = True
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Before `initialize`: undoes `register_external_parameter`."""
+    """Undoes `register_external_parameter`. Call it before `initialize`."""
     vars(parameter).pop(USED_ELSEWHERE, None)
 
 
 def _is_stage_3(engine: Engine) -> bool:
-    """Also on one rank, which has all weights."""
+    """Returns whether the engine's stage is 3, even if it has one rank, which has all weights."""
     return STAGES[engine.settings.config.zero_optimization.stage].shards_weights
 
 
 def _find(param: nn.Parameter, name: str = "ds_id") -> tuple[Engine | None, StoredParam | None]:
-    """The stage-3 engine that has a parameter, and where it stores it; None for what an engine will
-    be built from. Raises AttributeError if it is an ordinary parameter."""
+    """Returns the stage-3 engine that has a parameter, and where the engine stores it. The engine
+    is None for a model of `zero.Init` that has no engine yet, the place for a frozen parameter that
+    every rank holds in full. Raises AttributeError, with the attribute's `name`, for any other
+    parameter."""
     found = find_engine(param)
     if found is None and is_recorded(param):
         return None, None
@@ -81,7 +84,7 @@ def _sharded(param: nn.Parameter) -> tuple[Engine, StoredParam] | None:
 
 
 def _is_persistent(param: nn.Parameter) -> bool:
-    """Whether every rank holds it in full, always."""
+    """Returns whether every rank always holds the parameter in full."""
     return _find(param)[0] is not None and _sharded(param) is None
 
 
@@ -101,8 +104,8 @@ def _status(param: nn.Parameter) -> ZeroParamStatus:
 
 
 def _tensor(param: nn.Parameter) -> Tensor:
-    """This rank's elements, flat: the engine's memory. Ranks may have different counts: a unit, not
-    a parameter, is cut into equal shards."""
+    """Returns this rank's elements of the parameter, flat, in the engine's memory. Their number may
+    differ from rank to rank: a unit, not a parameter, is cut into equal shards."""
     engine, stored = _find(param)
     if engine is None:
         raise AttributeError("'ds_tensor': the model has no engine yet")
@@ -113,7 +116,7 @@ def _tensor(param: nn.Parameter) -> Tensor:
 def _all_gather(
     param: nn.Parameter, param_list: Iterable[nn.Parameter] | None = None, **_: Any
 ) -> None:
-    """Gathers this parameter, or those given, until `partition()`. Collective."""
+    """Gathers this parameter, or those of `param_list`, until `partition()`. Collective."""
     for each in [param] if param_list is None else param_list:
         found = _sharded(each)
         if found is not None and _status(each) is ZeroParamStatus.NOT_AVAILABLE:
@@ -127,7 +130,8 @@ def _partition(
     has_been_updated: bool = False,
     **_: Any,
 ) -> None:
-    """Ends `all_gather`. `has_been_updated`: each rank takes its own part of its values."""
+    """Ends `all_gather`. With `has_been_updated`, each rank writes its part of the values that it
+    sees to the model weights and main weights."""
     for each in [param] if param_list is None else param_list:
         if (found := _sharded(each)) is not None:
             engine, stored = found
@@ -139,8 +143,9 @@ def _partition(
 
 
 def _keeping_values(param: nn.Parameter, *args: Any, **options: Any) -> Tensor:
-    """`Tensor.to`, but that values are not lost to the meta device, where `zero.Init`'s model waits
-    for its engine: PEFT moves each adapter to the device of the weight that it is for."""
+    """Calls `Tensor.to`, but does not move a parameter that has values to the meta device while a
+    model of `zero.Init` waits there for its engine. PEFT moves each adapter to the device of the
+    adapted weight, and the adapter's values would be lost."""
     moved = Tensor.to(param, *args, **options)
     if moved.is_meta and not param.is_meta and has_recordings():
         return Tensor.to(param, moved.dtype)
@@ -169,7 +174,8 @@ def add_param_attributes() -> None:
 
 
 def _attribute(name: str, getter: Callable[[nn.Parameter], Any]) -> property:
-    """One that an ordinary parameter does not have."""
+    """Returns a property that an ordinary parameter does not have: reading it there raises
+    AttributeError."""
 
     def get(param: nn.Parameter) -> Any:
         _find(param, name)
@@ -195,21 +201,21 @@ class ParameterOffload:
         self.backward_hooks: list[Any] = []
 
     def remove(self) -> None:
-        """Blocks are not gathered until `_register_deepspeed_module`: only within
-        `GatheredParameters(model.parameters())` do weights have values meanwhile."""
+        """Stops the gathering of blocks until `_register_deepspeed_module`. Meanwhile weights have
+        values only within `GatheredParameters(model.parameters())`."""
         if self._scheduler is not None:
             self._scheduler.paused = True
 
     def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
-        """Blocks are gathered again."""
+        """Resumes the gathering of blocks."""
         if self._scheduler is not None:
             self._scheduler.paused = False
         self.forward_hooks = [self]
 
 
 def add_stage3_names(engine: Engine) -> None:
-    """Gives a stage-3 engine's model, parameters and optimizer DeepSpeed's attributes; its state
-    dictionary then refuses values that are not there."""
+    """Gives a stage-3 engine's model, parameters and optimizer DeepSpeed's attributes, and makes
+    the model's state dictionary refuse the use of weights that are not gathered."""
     if not _is_stage_3(engine):
         return
     add_param_attributes()
@@ -224,8 +230,8 @@ def add_stage3_names(engine: Engine) -> None:
 def OnDevice(  # noqa: N802 -- DeepSpeed's name
     dtype: torch.dtype | None = None, device: str = "meta", enabled: bool = True
 ) -> Iterator[None]:
-    """Around a model's construction: its tensors are made on `device`, in `dtype` where floating.
-    On "meta" they have no values; `zero.Init` would keep those."""
+    """Makes the tensors of a model that is constructed in this context on `device`, floating-point
+    tensors in `dtype`. On the "meta" device they have no values, which `zero.Init` would keep."""
     if not enabled:
         yield
         return
@@ -239,10 +245,10 @@ def OnDevice(  # noqa: N802 -- DeepSpeed's name
 
 
 class AbsentValue(ShapeOnly):
-    """A weight in `model.state_dict()` at stage 3 that is not gathered: its shape and dtype.
+    """A weight in `model.state_dict()` at stage 3 that is not gathered: only its shape and dtype.
 
-    There is no value to return, and gathering is collective, which a call on one rank is not. So
-    the dictionary has what scripts read, and tensors that raise EngineError where all else is used.
+    `state_dict()` may be called on one rank, so it cannot gather, which is collective. Scripts can
+    read a weight's shape and dtype; any use of its values raises EngineError.
     """
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -252,22 +258,22 @@ class AbsentValue(ShapeOnly):
         raise EngineError(
             "a weight of model.state_dict() was used, and at stage 3 each rank holds a part of it",
             allowed="its shape and dtype; its values inside zero.GatheredParameters",
-            fix="call engine.state_dict() on all ranks, or save_pretrained(state_dict=...) of that",
+            fix="call engine.state_dict() on all ranks; save_pretrained(state_dict=...) takes it",
         )
 
     write = read
 
 
 def _refuse_absent_values(model: nn.Module) -> None:
-    """Its `state_dict()` has `AbsentValue`s, and `load_state_dict()` raises EngineError, for what
-    is not gathered. Without effect on the parameters of `keep_vars=True`."""
+    """Makes `model.state_dict()` return an `AbsentValue` for a weight that is not gathered, and
+    `load_state_dict()` raise EngineError. `state_dict(keep_vars=True)` still returns parameters."""
     for module in model.modules():
-        if module._parameters and _replace not in module._state_dict_hooks.values():
-            module.register_state_dict_post_hook(_replace)
+        if module._parameters and _replace_absent not in module._state_dict_hooks.values():
+            module.register_state_dict_post_hook(_replace_absent)
             module.register_load_state_dict_pre_hook(_refuse_load)
 
 
-def _replace(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+def _replace_absent(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     for name, param in module._parameters.items():
         value = state.get(prefix + name)
         if param is None or not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
@@ -279,7 +285,7 @@ def _replace(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> N
 def _refuse_load(
     module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
 ) -> None:
-    if metadata.get("assign_to_params_buffers"):  # replaces the parameters
+    if metadata.get("assign_to_params_buffers"):  # new parameters take the place of these
         return
     for name, param in module._parameters.items():
         if param is not None and prefix + name in state and _is_absent(param):

@@ -1,7 +1,7 @@
 """DeepSpeed's `safe_get_full_fp32_param` and its relatives: a parameter's state, at any stage.
 
 The `full` functions are collective where the state is sharded: every rank calls them for the same
-parameters in the same order. The `local` ones return this rank's part, flat, without copying.
+parameters in the same order. The `local` functions read and write this rank's part, flat.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from rayzero.engine.errors import ConfigError, EngineError
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """A copy of the main weights, in the dtype of the update; None if no engine trains it."""
+    """Returns a copy of the main weights, in the dtype of the update; None if no engine trains the
+    parameter."""
     stored = _find_trained(param)
     return None if stored is None else stored.gather_state(stored.main_weights())
 
@@ -36,10 +37,13 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """A copy of the averaged gradient, between the last `backward` of a step and `step`, as the
-    optimizer uses it except for clipping; None before the first `backward`, or if frozen. In the
-    middle of a step and in `no_sync`, what the micro-steps have added up so far: at stages 0 and 1
-    this rank's own gradient, as if its micro-batches were all ranks'."""
+    """Returns a copy of the averaged gradient; None before the first `backward` of a step, or if
+    the parameter is frozen.
+
+    Between the last `backward` of a step and `step`, this is the gradient that the optimizer uses,
+    before clipping. Earlier in a step, and in `no_sync`, it is what the micro-steps have added up
+    so far: at stages 0 and 1 this rank's own gradient, scaled as if every rank had the same.
+    """
     stored = _find_with_gradient(param)
     if stored is None:
         return None
@@ -51,7 +55,8 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Sets the gradient that `step` is about to use; `value` is the same on every rank. Raises
-    EngineError as `safe_get_full_grad`, and before `backward`."""
+    EngineError while the gradient is not reduced: before the first `backward` of a step, and at
+    stages 0 and 1 before the last."""
     stored = _require_trained(param, value)
     write_slices(stored.gradients(), value / stored.grad_scale)
 
@@ -59,22 +64,23 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 def safe_update_full_grad_vectorized(
     param_list: Sequence[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """Sets each gradient that `step` is about to use to `update_func(gradient, param)`, which is
-    the same on every rank; frozen parameters are left out."""
+    """Sets each gradient that `step` is about to use to `update_func(gradient, param)`, whose
+    result is the same on every rank; frozen parameters are left out."""
     for param in param_list:
         if (grad := safe_get_full_grad(param)) is not None:
             safe_set_full_grad(param, update_func(grad, param))
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """A copy of a tensor of optimizer state, such as `exp_avg`; None before the first step. Raises
-    ConfigError if the optimizer has none of that name."""
+    """Returns a copy of a tensor of optimizer state, such as `exp_avg`; None before the first step.
+    Raises ConfigError if the optimizer's state has no tensor of that name."""
     stored = _find_trained(param)
     if stored is None:
         return None
     parts = stored.optimizer_state(optim_state_key)
-    none = torch.zeros(0, dtype=torch.float64, device=stored.engine.device)
-    (holders,) = stored.engine.internals.runtime.collectives.sum_scalars(none, [float(bool(parts))])
+    nothing = torch.zeros(0, dtype=torch.float64, device=stored.engine.device)
+    collectives = stored.engine.internals.runtime.collectives
+    (holders,) = collectives.sum_scalars(nothing, [float(bool(parts))])
     if holders:
         return stored.gather_state(parts)
     _check_state_key(stored, optim_state_key)
@@ -92,29 +98,32 @@ def _check_state_key(stored: StoredParam, key: str) -> None:
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Sets a tensor of optimizer state; nothing before the first step, which makes it. Raises as
-    `safe_get_full_optimizer_state`."""
+    """Sets a tensor of optimizer state; does nothing before the first step, which creates the
+    state. Raises ConfigError as `safe_get_full_optimizer_state` does."""
     stored = _require_trained(param, value)
     _check_state_key(stored, optim_state_key)
     write_slices(stored.optimizer_state(optim_state_key), value)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """This rank's part of the main weights, flat; not a copy."""
+    """Returns this rank's part of the main weights, flat; not a copy. None if no engine trains the
+    parameter, or this rank has no part of it."""
     stored = _find_trained(param)
     return _join_slices(stored.main_weights()) if stored else None
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """A copy of this rank's part of the averaged gradient, flat. As `safe_get_full_grad`."""
+    """Returns a copy of this rank's part of the averaged gradient, flat; None before the first
+    `backward` of a step, or if this rank has no part of it. Raises EngineError while the gradient
+    is not reduced: at stages 0 and 1 before the last `backward` of a step."""
     stored = _find_with_gradient(param)
     own = _join_slices(stored.gradients()) if stored else None
     return None if stored is None or own is None else own * stored.grad_scale
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """This rank's part of a tensor of optimizer state, flat. Raises as
-    `safe_get_full_optimizer_state`."""
+    """Returns this rank's part of a tensor of optimizer state, flat; not a copy. Raises ConfigError
+    as `safe_get_full_optimizer_state` does."""
     stored = _find_trained(param)
     if stored is None:
         return None
@@ -167,7 +176,8 @@ def _require_trained(param: nn.Parameter, value: Tensor) -> StoredParam:
 
 
 def _join_slices(parts: Sequence[ParamSlice]) -> Tensor | None:
-    """None if this rank has no part of it."""
+    """Returns the parts as one flat tensor, without a copy if there is one part; None if there is
+    none."""
     if not parts:
         return None
     return parts[0].memory if len(parts) == 1 else torch.cat([part.memory for part in parts])

@@ -21,38 +21,45 @@ class AutotuningConfig(ConfigSection, path="autotuning"):
     )
     metric: Literal["throughput", "latency", "flops"] = implemented(
         "throughput",
-        "what is best: throughput: samples per second; latency: seconds per step; flops: flop/s "
-        "of a rank, which are known where rayzero.peak_flops is",
+        "the measure by which tries are compared. throughput: samples per second; latency: seconds "
+        "per step; flops: flop/s of a rank, which are known where rayzero.peak_flops is",
     )
     start_profile_step: PositiveInt = implemented(3, "the first step of a try that is timed")
-    end_profile_step: PositiveInt = implemented(5, "the last one, with which the try ends")
+    end_profile_step: PositiveInt = implemented(5, "the last step of a try")
     min_train_batch_size: PositiveInt = implemented(1, "smallest global batch that is tried")
-    max_train_batch_size: PositiveInt | None = implemented(None, "the largest one")
-    min_train_micro_batch_size_per_gpu: PositiveInt = implemented(1, "smallest micro-batch")
-    max_train_micro_batch_size_per_gpu: PositiveInt = implemented(1024, "the largest one")
+    max_train_batch_size: PositiveInt | None = implemented(
+        None, "largest global batch that is tried"
+    )
+    min_train_micro_batch_size_per_gpu: PositiveInt = implemented(
+        1, "smallest micro-batch that is tried"
+    )
+    max_train_micro_batch_size_per_gpu: PositiveInt = implemented(
+        1024, "largest micro-batch that is tried"
+    )
     num_tuning_micro_batch_sizes: PositiveInt = implemented(
         3,
-        "micro-batches tried at each stage, each twice the one before: the largest that fit by "
-        "estimate; on a CPU, which has none, from the smallest",
+        "number of micro-batches tried at each stage, each twice the one before: the largest that "
+        "fit by estimate, or on a CPU, for which there is no estimate, the smallest",
     )
     tuner_type: Literal["gridsearch", "random", "model_based"] = implemented(
         "gridsearch",
-        "order of the tries: by stage and size; random: any; the planner's estimates bound all",
+        "order of the tries: by stage and micro-batch, or random. Every order leaves out what does "
+        "not fit by the planner's estimate",
     )
     tuner_early_stopping: PositiveInt = implemented(
-        5, "tuning ends after so many tries in a row without a better one"
+        5, "tuning ends after this many tries in a row that were no better"
     )
-    tuner_num_trials: PositiveInt = implemented(50, "most tries")
+    tuner_num_trials: PositiveInt = implemented(50, "the largest number of tries")
     arg_mappings: dict[str, str] | None = implemented(
         None,
         "arguments of the script that hold train_micro_batch_size_per_gpu and "
-        "gradient_accumulation_steps; by default --KEY, and those of transformers' Trainer, where "
-        "the command line has them",
+        "gradient_accumulation_steps; by default --KEY, and the "
+        "arguments of transformers' Trainer, if the command line has them",
     )
     results_dir: str = implemented(
         "autotuning_results", "folder of the table, the best config, and the command that uses it"
     )
-    exps_dir: str = implemented("autotuning_exps", "folder of the tries: result, log, journal")
+    exps_dir: str = implemented("autotuning_exps", "folder of each try's result, log and journal")
     overwrite: bool = implemented(True, "false: a try with a result in exps_dir is not repeated")
 
     @model_validator(mode="after")

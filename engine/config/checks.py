@@ -18,7 +18,7 @@ DEFAULTS = EngineConfig().model_dump(mode="json")
 
 
 def find_refused(document: Mapping[str, Any]) -> Iterator[str]:
-    """A line for every refused key whose value requests something."""
+    """Yields a line for every refused key whose value requests something."""
     for key in KEYS.values():
         if key.status is REFUSED and is_in_force(document, key.path):
             value = get_path(document, key.path)
@@ -28,8 +28,8 @@ def find_refused(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_in_force(document: Mapping[str, Any], path: str) -> bool:
-    """Whether the key's section is present, not `enabled: false` and not `device: none`, or the key
-    does not depend on those."""
+    """Returns whether a key can have an effect: its section is present, and has neither
+    `enabled: false` nor `device: none`, unless the key does not depend on these."""
     outer, _, last = path.rpartition(".")
     section = get_path(document, outer) if outer else document
     if not isinstance(section, Mapping):
@@ -41,22 +41,24 @@ def is_in_force(document: Mapping[str, Any], path: str) -> bool:
 
 
 def find_without_effect(config: EngineConfig) -> Iterator[str]:
-    """A line for every setting that DeepSpeed ignores where other keys have these values."""
+    """Yields a line for every setting that has no effect, here as in DeepSpeed, because of the
+    values of other keys."""
     zero = config.zero_optimization
     if zero.offload_param.device != "none" and zero.stage != 3:
         yield (
             f"zero_optimization.offload_param has no effect at stage {zero.stage}, as in "
-            "DeepSpeed: weights are offloaded at stage 3 only, others use all of them all the time"
+            "DeepSpeed: weights are offloaded at stage 3 only, since other stages use all weights "
+            "all the time"
         )
 
 
 def find_conflicts(config: EngineConfig) -> Iterator[str]:
-    """A line for every contradiction between keys of a config, and what to change."""
+    """Yields a line for every contradiction between keys of a config: how to resolve it."""
     zero = config.zero_optimization
     fp16 = config.fp16
     autocast = config.torch_autocast
     if fp16.enabled and config.bf16.enabled:
-        yield 'fp16 and bf16: both are enabled; "enabled": false in one of them'
+        yield 'fp16 and bf16: both are enabled; set "enabled": false in one of them'
     if autocast.enabled and autocast.dtype == "fp32":
         yield 'torch_autocast.dtype: bf16 or fp16; for fp32 "torch_autocast": false'
     if config.data_types.grad_accum_dtype == "fp16" and not fp16.enabled:
@@ -96,7 +98,8 @@ def find_conflicts(config: EngineConfig) -> Iterator[str]:
 
 
 def _find_bf16_conflicts(config: EngineConfig) -> Iterator[str]:
-    """DeepSpeed's conditions for main weights and optimizer state in bfloat16."""
+    """Yields a line where DeepSpeed's conditions for bfloat16 main weights and optimizer state are
+    not met."""
     bf16, zero = config.bf16, config.zero_optimization
     if not bf16.enabled:
         return

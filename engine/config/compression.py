@@ -1,4 +1,4 @@
-"""Which compression a config selects, and what contradicts it."""
+"""The compression that a config selects, and conflicts with other keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEED_ERROR_FEEDBACK = {"sign"}
 
 
 def selected_codecs(config: EngineConfig) -> dict[str, str]:
-    """{key: codec} of every key that selects a compression of gradients."""
+    """Returns {key: codec} for every key that selects a compression of gradients."""
     codecs = {
         "rayzero.compression.gradients": config.rayzero.compression.gradients,
         "communication_data_type": config.communication_data_type or "none",
@@ -27,12 +27,13 @@ def selected_codecs(config: EngineConfig) -> dict[str, str]:
 
 
 def is_onebit(config: EngineConfig) -> bool:
-    """Whether the config's optimizer reduces momenta as signs."""
+    """Returns whether the config's optimizer reduces momenta as signs."""
     return config.optimizer is not None and config.optimizer.type in ONEBIT_OPTIMIZERS
 
 
 def find_compression_conflicts(config: EngineConfig) -> Iterator[str]:
-    """A line for every contradiction between compression and other keys, and what to change."""
+    """Yields a line for every contradiction between compression and other keys: how to resolve
+    it."""
     codecs = selected_codecs(config)
     seen = ", ".join(f"{key} is {name}" for key, name in codecs.items())
     if len({*codecs.values()}) > 1:
@@ -55,8 +56,11 @@ def find_compression_conflicts(config: EngineConfig) -> Iterator[str]:
 
 def _find_weight_conflicts(config: EngineConfig) -> Iterator[str]:
     zero = config.zero_optimization
-    keys = ["zero_quantized_weights"] * zero.zero_quantized_weights
-    keys += ["zero_hpz_partition_size"] * (zero.zero_hpz_partition_size > 1)
+    keys = list[str]()
+    if zero.zero_quantized_weights:
+        keys.append("zero_quantized_weights")
+    if zero.zero_hpz_partition_size > 1:
+        keys.append("zero_hpz_partition_size")
     for key in keys:
         path = f"zero_optimization.{key}"
         if zero.stage != 3:

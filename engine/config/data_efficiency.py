@@ -1,4 +1,4 @@
-"""Sections whose effect follows from the step: curriculum, progressive layer drop, random-LTD."""
+"""Sections whose effect depends on the step: curriculum, progressive layer drop, random-LTD."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CurriculumScheduleConfig(ConfigSection):
         None, "fixed_linear, fixed_root: steps until the highest difficulty"
     )
     difficulty_step: PositiveInt = implemented(
-        8, "fixed_linear, fixed_root: difficulties are multiples of it"
+        8, "fixed_linear, fixed_root: difficulties are multiples of this number"
     )
     root_degree: PositiveFloat = implemented(2.0, "fixed_root: 2 for the square root")
     difficulty: tuple[PositiveInt, ...] = implemented((), "fixed_discrete: the difficulties")
@@ -44,13 +44,13 @@ class CurriculumConfig(ConfigSection):
 
     enabled: bool = implemented(
         False,
-        "sequences are cut to a length that grows by step: forward gets it as curriculum_seqlen, "
-        "or, where it has no such argument, tensors that are cut in dimension 1",
+        "sequences are cut to a length that grows with the step: forward gets the length as "
+        "curriculum_seqlen or, if it has no such argument, tensors that are cut in dimension 1",
         group="curriculum and dropped layers",
     )
-    curriculum_type: Literal["seqlen"] = implemented("seqlen", "what a difficulty is: a length")
-    min_difficulty: PositiveInt | None = implemented(None, "the first length")
-    max_difficulty: PositiveInt | None = implemented(None, "the last length")
+    curriculum_type: Literal["seqlen"] = implemented("seqlen", "what is difficult: long sequences")
+    min_difficulty: PositiveInt | None = implemented(None, "the sequence length at the start")
+    max_difficulty: PositiveInt | None = implemented(None, "the sequence length at the end")
     schedule_type: _CustomName = implemented(
         "fixed_linear",
         "fixed_linear, fixed_root, fixed_discrete, or custom: a function of the step, see "
@@ -68,14 +68,14 @@ class LayerDropConfig(ConfigSection):
         "layer, (1 - theta) exp(-gamma step) + theta; the model drops its layers",
     )
     theta: UnitFraction = implemented(1.0, "the probability at the end")
-    gamma: NonNegativeFloat = implemented(0.001, "how fast it falls")
+    gamma: NonNegativeFloat = implemented(0.001, "how fast the probability falls")
 
 
 class TokenDropStepsConfig(ConfigSection):
     """Steps of random-LTD's schedule."""
 
     require_steps: PositiveInt | None = implemented(None, "steps until all tokens are kept")
-    seq_per_step: PositiveInt = implemented(8, "numbers of kept tokens are multiples of it")
+    seq_per_step: PositiveInt = implemented(8, "numbers of kept tokens are multiples of this")
 
 
 class TokenDropScheduleConfig(ConfigSection):
@@ -93,19 +93,19 @@ class RandomLtdConfig(ConfigSection, path="data_efficiency.data_routing.random_l
     enabled: bool = implemented(
         False,
         "middle layers, chosen by convert_to_random_ltd, train on a random part of the tokens "
-        "that grows by step; the others skip the layer",
+        "that grows with the step; the other tokens skip the layer",
     )
     random_ltd_layer_num: PositiveInt | None = implemented(
-        None, "number of layers that drop tokens; as many as random_ltd_layer_id has"
+        None, "number of layers that drop tokens; the length of random_ltd_layer_id"
     )
     random_ltd_layer_id: tuple[NonNegativeInt, ...] = implemented(
-        (), "their numbers among the layers, in the model's order"
+        (), "the layers that drop tokens, by their index in the model's order"
     )
     model_mask_name: str | None = implemented(
-        None, "the layer's argument with the attention mask, which is cut, too"
+        None, "name of the layer's argument for the attention mask; the mask is cut, too"
     )
     model_type: Literal["decoder", "encoder"] = implemented(
-        "decoder", "decoder: one triangular mask for all; encoder: a mask by sample"
+        "decoder", "decoder: one triangular mask for all samples; encoder: a mask for each sample"
     )
     hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] = implemented(
         "batch_seq_dim", "dimensions of the hidden states"
@@ -130,7 +130,7 @@ class DataEfficiencyConfig(ConfigSection, path="data_efficiency"):
 
     @property
     def token_drop(self) -> RandomLtdConfig | None:
-        """Random-LTD's section if it applies."""
+        """Random-LTD's section; None if it does not apply."""
         on = self.enabled and self.data_routing.enabled and self.data_routing.random_ltd.enabled
         return self.data_routing.random_ltd if on else None
 
@@ -138,7 +138,7 @@ class DataEfficiencyConfig(ConfigSection, path="data_efficiency"):
 def find_schedule_errors(
     curriculum: CurriculumConfig, efficiency: DataEfficiencyConfig
 ) -> Iterator[str]:
-    """A line for every key that a schedule needs and does not have."""
+    """Yields a line for every key that an enabled schedule needs and that is missing or wrong."""
     if curriculum.enabled:
         needed = {name: getattr(curriculum, name) for name in ("min_difficulty", "max_difficulty")}
         steps, kind = curriculum.schedule_config, curriculum.schedule_type
@@ -161,7 +161,7 @@ def find_schedule_errors(
         }
         yield from _missing(path, needed)
         if ltd.random_ltd_layer_num not in (None, len(ltd.random_ltd_layer_id)):
-            yield f"{path}.random_ltd_layer_num: the number of random_ltd_layer_id"
+            yield f"{path}.random_ltd_layer_num: must be the length of random_ltd_layer_id"
 
 
 def _missing(section: str, needed: dict[str, Any]) -> Iterator[str]:

@@ -33,11 +33,11 @@ class KeyInfo:
 
 
 def key_infos(parsed: ParsedConfig) -> Iterator[KeyInfo]:
-    """One entry for every key, in the order of `KEY_GROUPS`, and for every parameter of the
-    optimizer and the schedule."""
+    """Yields an entry for every ignored key, then for every known key, in the order of
+    `KEY_GROUPS`, and for every parameter of the optimizer and the schedule."""
     dump = parsed.config.model_dump(mode="json")
     for path in parsed.ignored:
-        unknown = "no key that is known here"
+        unknown = "an unknown key"
         yield KeyInfo(
             "unknown", path, NO_OP, None, "file", False, unknown, "ignored, as DeepSpeed ignores it"
         )
@@ -56,14 +56,15 @@ def key_infos(parsed: ParsedConfig) -> Iterator[KeyInfo]:
 
 
 def _param_paths(section: str, parsed: ParsedConfig) -> list[str]:
-    """Paths of the params that were given, also of those left out for "auto"."""
+    """Returns the paths of the params that the config contains, also of those that "auto" left
+    out."""
     given = [f"{section}.{name}" for name in get_path(parsed.document, section) or {}]
     derived = [path for path in parsed.provenance if path.startswith(f"{section}.")]
     return [path for path in dict.fromkeys([*given, *derived]) if path not in KEYS]
 
 
 def is_set_or_active(info: KeyInfo) -> bool:
-    """Whether the key is in force, or the config contains it."""
+    """Returns whether the key is in force, or the config contains it."""
     return info.source != "default" or (info.in_force and info.status is IMPLEMENTED)
 
 
@@ -95,14 +96,15 @@ def _log_once(line: str, level: int = logging.INFO) -> None:
     log.log(level, "%s", line)
 
 
-# What pydantic leaves by its own name where a validator comes before the bound. Upper bounds are
-# those of 64-bit integers, and infinity is accepted as their largest.
+# Bounds that follow a validator have pydantic's names in the schema, not JSON Schema's. Upper
+# bounds keep theirs, which has no meaning: they are those of 64-bit integers, and infinity, which
+# stands for the largest, must be accepted.
 _BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum"}
 _NUMBER = r"^(auto|[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)([eE][-+]?[0-9]+)?|[-+]?[Ii]nf(inity)?)$"
 
 
 def json_schema() -> dict[str, Any]:
-    """A JSON schema (draft 2020-12) that accepts what the parser accepts, as far as types go."""
+    """Returns a JSON schema (draft 2020-12) that accepts every type that the parser accepts."""
     schema = EngineConfig.model_json_schema(mode="validation")
     sections = schema.pop("$defs", {})
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"

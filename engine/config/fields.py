@@ -1,7 +1,8 @@
 """Types of config values: numbers and choices as config files spell them.
 
 Files contain `5e8`, `"8"`, `15099494.4` and `Infinity` for integers, and YAML reads `1e-5` as text.
-Values that cannot be converted are passed on: the strict type behind rejects them by name.
+A validator returns a value that it cannot convert unchanged: the strict type that is checked after
+it rejects the value, and names the key.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _INERT = tomllib.loads(files("rayzero.engine.config").joinpath("inert.toml").rea
 _TEXTS = _INERT.pop("texts")
 _INERT_ROWS = _INERT.pop("keys")
 
-NO_LIMIT = sys.maxsize  # what `Infinity` means for a size
+NO_LIMIT = sys.maxsize  # the size that `Infinity` stands for
 
 
 class StrictModel(BaseModel):
@@ -35,12 +36,12 @@ class StrictModel(BaseModel):
 class ConfigSection(StrictModel):
     """A section of the config, in which null means that a key is absent.
 
-    `path` is its place in the document. A section has fields for what it does, and one for each of
-    its keys in `inert.toml`, which do nothing.
+    `path` is the section's place in the document. A subclass declares the keys that have an effect;
+    it gets a field, too, for each of its keys in `inert.toml`, which have none.
     """
 
     def __init_subclass__(cls, path: str | None = None, **options: Any) -> None:
-        # Before pydantic collects the fields.
+        # This runs before pydantic collects the fields.
         super().__init_subclass__(**options)
         for name, row in _INERT_ROWS.get(path, {}).items():
             cls.__annotations__[name] = _inert_type(row)
@@ -59,7 +60,7 @@ class ConfigSection(StrictModel):
 
 
 def parse_number(value: Any) -> Any:
-    """Converts text and integers to float; other values are returned unchanged."""
+    """Converts text and integers to float; returns other values unchanged."""
     if isinstance(value, bool):
         return value
     try:
@@ -71,7 +72,7 @@ def parse_number(value: Any) -> Any:
 
 
 def parse_integer(value: Any) -> Any:
-    """Converts a float or text that is a whole number to int; others are returned unchanged."""
+    """Converts a float or text that is a whole number to int; returns other values unchanged."""
     if isinstance(value, str):
         try:
             return int(value)
@@ -96,7 +97,12 @@ def reject_bool(value: Any) -> Any:
 
 
 def name_validator(names: Mapping[str, str], what: str) -> Callable[[Any], Any]:
-    """A validator for names in any case. `names` maps lower case spellings to names."""
+    """Returns a validator of names in any case.
+
+    Args:
+        names: {the name in lower case, or an alias: the name}.
+        what: what is named, for messages: "a dtype".
+    """
 
     def find(value: Any) -> Any:
         if not isinstance(value, str):
@@ -153,7 +159,7 @@ INERT_TYPES: Mapping[str, Any] = {
     "dtype": DtypeName,
     "mapping": dict[str, Any],
 }
-"""The `type` of a row of `inert.toml`."""
+"""The types of fields, by the `type` of a row of `inert.toml`."""
 
 
 def _inert_type(row: Mapping[str, Any]) -> Any:

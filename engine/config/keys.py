@@ -53,8 +53,8 @@ class Key:
     description: str  # what the key requests
     reason: str = ""  # why it has no effect or is refused; empty for an implemented key
     alternative: str = ""  # what to use instead of a refused key
-    active: str = ""  # which values of a refused key request something: `ACTIVE`; "": `requests`
-    # Heading in `rayzero config explain` and docs/config.md; empty: that of the field before it.
+    active: str = ""  # name in `ACTIVE` of the test that `requests` uses
+    # Heading in `rayzero config explain` and docs/config.md; empty: that of the previous field.
     group: str = ""
     old_names: tuple[str, ...] = ()  # older paths
     old_true: str | None = None  # what `true` under an old name stands for, if it was a boolean
@@ -71,24 +71,25 @@ class Key:
         return text
 
     def requests(self, value: Any, default: Any) -> bool:
-        """Whether a value of a refused key requests something: any but the default and empty ones,
-        unless `active` says otherwise."""
+        """Returns whether a value of a refused key requests something. Unless `active` names
+        another test, every value does but the default, empty and false ones."""
         if self.active:
             return ACTIVE[self.active](value)
         return is_set(value) and value != default
 
     def __call__(self, schema: dict[str, Any]) -> None:
-        """Pydantic's `json_schema_extra`."""
+        """Describes the key in a JSON schema; called by pydantic, as the `json_schema_extra`."""
         schema["description"] = self.text
 
 
 def implemented(default: Any, description: str, **metadata: Any) -> Any:
-    """A field that has an effect; `metadata` is the rest of `Key`'s attributes."""
+    """Returns a pydantic field of a key that has an effect; `metadata` are other attributes of the
+    `Key`."""
     return Field(default, json_schema_extra=Key(IMPLEMENTED, description, **metadata))
 
 
 def is_set(value: Any) -> bool:
-    """Whether a value is neither empty nor false."""
+    """Returns whether a value is neither empty nor false."""
     return value not in _UNSET_VALUES and value not in ({}, [], "")
 
 
@@ -97,12 +98,12 @@ def is_enabled(value: Any) -> bool:
 
 
 def _is_present(value: Any) -> bool:
-    """Whether a section is there and its `enabled`, if it has one, is not false."""
+    """Returns whether a section is present and its `enabled`, if it has one, is not false."""
     return is_set(value) and (not isinstance(value, dict) or is_set(value.get("enabled", True)))
 
 
 def _is_enabled_anywhere(value: Any) -> bool:
-    """Whether a section, or one nested in it, is enabled."""
+    """Returns whether a section, or a section nested in it, is enabled."""
     return is_enabled(value) or (
         isinstance(value, dict)
         and any(_is_enabled_anywhere(inner) for inner in value.values() if isinstance(inner, dict))

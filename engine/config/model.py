@@ -94,8 +94,8 @@ class SchedulerConfig(ConfigSection):
 
 
 def parse_params(section: str, model: type[P], params: dict[str, Any]) -> P:
-    """The params of the section `optimizer` or `scheduler` as their model. Raises ConfigError,
-    which names every wrong key by its whole path."""
+    """Returns the params of the section `optimizer` or `scheduler` as an instance of `model`.
+    Raises ConfigError, which names every wrong key by its whole path."""
     typed, mistakes = validate_model(model, params, f"{section}.params.")
     if typed is None:
         raise_config_error("engine config", mistakes)
@@ -103,7 +103,7 @@ def parse_params(section: str, model: type[P], params: dict[str, Any]) -> P:
 
 
 def coerce_numbers(params: dict[str, Any]) -> dict[str, Any]:
-    """Params of torch's or the user's class, with numeric text converted to numbers."""
+    """Returns the params of torch's or the user's class, with numeric text converted to numbers."""
     return {
         key: parse_number(value) if isinstance(value, str) else value
         for key, value in params.items()
@@ -133,7 +133,7 @@ class EngineConfig(ConfigSection, path=""):
     managed_gradient_accumulation: bool = implemented(
         True,
         "false: a step ends whenever step() is called, and gradients are averaged over "
-        "gradient_accumulation_steps whatever the number of backward()",
+        "gradient_accumulation_steps, however often backward() was called",
     )
     optimizer: OptimizerConfig | None = implemented(
         None, "the optimizer, unless `initialize` has one", group="optimizer, schedule, gradients"
@@ -148,12 +148,12 @@ class EngineConfig(ConfigSection, path=""):
         False, "gradients are divided before they are reduced over ranks"
     )
     gradient_predivide_factor: PositiveFloat = implemented(
-        1.0, "the divisor before the reduction; the rest is divided after it"
+        1.0, "the divisor before the reduction; gradients are divided by the rest after it"
     )
     communication_data_type: DtypeName | None = implemented(
         None,
-        "the dtype in which gradients are communicated; sums are in that of main grads, which is "
-        "the default",
+        "the dtype in which gradients are communicated, by default that of the main grads; sums "
+        "are always in the dtype of the main grads",
         old_names=("fp32_allreduce",),
         old_true="fp32",
     )
@@ -189,7 +189,7 @@ class EngineConfig(ConfigSection, path=""):
 
 
 def find_param_errors(config: EngineConfig) -> Iterator[str]:
-    """A line for every mistake in `params` that can be detected without torch."""
+    """Yields a line for every mistake in `params` that can be detected without torch."""
     for name, models in (("optimizer", OPTIMIZER_PARAMS), ("scheduler", LR_CURVES)):
         section: OptimizerConfig | SchedulerConfig | None = getattr(config, name)
         if section is not None and section.type in models:
@@ -203,13 +203,13 @@ FREE_FORM_SECTIONS = ("optimizer.params", "scheduler.params", "compile.kwargs")
 def _field_keys(
     model: type[BaseModel], prefix: str = "", group: str = ""
 ) -> Iterator[tuple[str, Key]]:
-    """(group, key) of every field; sections recursively."""
+    """Yields (group, key) for every field, those of nested sections included."""
     for name, field in model.model_fields.items():
         path = prefix + name
         if isinstance(key := field.json_schema_extra, Key):
             group = key.group or group
             old_names = key.old_names
-            if name.startswith("stage3_"):  # DeepSpeed accepts these without the prefix, too
+            if name.startswith("stage3_"):  # DeepSpeed accepts such a key without the prefix, too
                 old_names += (prefix + name.removeprefix("stage3_"),)
             yield group, replace(key, path=path, old_names=old_names)
         if path == "optimizer.params":
@@ -219,7 +219,7 @@ def _field_keys(
 
 
 KEY_GROUPS: dict[str, list[Key]] = {}
-"""Every key that DeepSpeed 0.19 knows, and rayzero's, by subject."""
+"""Every key of DeepSpeed 0.19 and of rayzero, by subject."""
 for _group, _key in _field_keys(EngineConfig):
     KEY_GROUPS.setdefault(_group, []).append(_key)
 

@@ -1,4 +1,4 @@
-"""The sections of monitors: where rank 0 writes loss, learning rate and loss scale of each step."""
+"""Sections of the monitors, to which rank 0 writes loss, learning rate and loss scale of a step."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class TensorBoardConfig(ConfigSection):
         "loss, learning rate and loss scale are written to TensorBoard's event files",
         group="monitors and profilers",
     )
-    output_path: str = implemented("", "their folder; by default the current one")
-    job_name: str = implemented(_JOB_NAME, "a folder in it")
+    output_path: str = implemented("", "folder of the event files; by default the current folder")
+    job_name: str = implemented(_JOB_NAME, "subfolder of output_path")
 
 
 class CsvMonitorConfig(ConfigSection):
     """One CSV file for each value."""
 
     enabled: bool = implemented(False, "the same values are written to CSV files")
-    output_path: str = implemented("", "their folder; by default the current one")
-    job_name: str = implemented(_JOB_NAME, "a folder in it")
+    output_path: str = implemented("", "folder of the CSV files; by default the current folder")
+    job_name: str = implemented(_JOB_NAME, "subfolder of output_path")
 
 
 class WandbConfig(ConfigSection):
@@ -42,7 +42,7 @@ class WandbConfig(ConfigSection):
 
 
 class CometConfig(ConfigSection):
-    """An experiment of Comet; what is None follows from Comet's own settings."""
+    """An experiment of Comet; a key that is None is left to Comet's own settings."""
 
     enabled: bool = implemented(
         False, "the same values are sent to Comet; requires the package comet_ml"
@@ -55,14 +55,14 @@ class CometConfig(ConfigSection):
     api_key: str | None = implemented(None, "the API key")
     experiment_name: str | None = implemented(None, "the experiment's name")
     experiment_key: str | None = implemented(None, "the experiment's key, to continue one")
-    online: bool | None = implemented(None, "false: stored locally")
+    online: bool | None = implemented(None, "false: the experiment is stored locally")
     mode: Literal["get", "create", "get_or_create"] | None = implemented(
-        None, "whether an experiment is continued, made, or either"
+        None, "whether an experiment is continued (get), created, or continued if it exists"
     )
 
 
 class MonitorConfig(StrictModel):
-    """All of them, as DeepSpeed's config object has them."""
+    """The sections of all monitors, under the names of DeepSpeed's config object."""
 
     tensorboard: TensorBoardConfig = TensorBoardConfig()
     csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
@@ -71,5 +71,5 @@ class MonitorConfig(StrictModel):
 
     @property
     def enabled(self) -> bool:
-        """Whether any of them is."""
+        """Whether any monitor is enabled."""
         return any(getattr(self, name).enabled for name in type(self).model_fields)

@@ -21,7 +21,7 @@ TOTAL_STEPS_PATH = "scheduler.params.total_num_steps"
 
 
 def get_path(document: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path, or None."""
+    """Returns the value at a dotted path, or None."""
     node: Any = document
     for part in path.split("."):
         if not isinstance(node, Mapping) or part not in node:
@@ -51,15 +51,16 @@ def _pop_path(document: dict[str, Any], path: str) -> Any:
 
 @dataclass(frozen=True)
 class OldName:
-    """The older path of a key. Where it was a boolean, `true` is the value that true stands for;
-    false leaves the key out."""
+    """An older path of a key. If the old key was a boolean, its true stands for the value `true` of
+    the new key, and its false leaves the new key out."""
 
     old: str
     new: str
     true: str | None = None
 
     def convert(self, value: Any) -> Any:
-        """The new key's value; None leaves it out. Raises ValueError for an invalid value."""
+        """Returns the new key's value; None leaves the key out. Raises ValueError for an invalid
+        value."""
         if self.true is None:
             return value
         if value not in (True, False, None, AUTO):
@@ -84,7 +85,7 @@ SHORTHANDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "zero_optimization.offload_optimizer": _CPU_NONE,
     "zero_optimization.offload_param": _CPU_NONE,
 }
-"""Sections that may be written as a boolean: what true and false stand for."""
+"""Sections that may be written as a boolean: (the section for true, the section for false)."""
 
 _BOOLEAN = TypeAdapter(bool)
 _TRANSFORMERS_DEFAULT = "the default of transformers' TrainingArguments"
@@ -99,12 +100,14 @@ AUTO_RULES: dict[str, Auto] = {
     "scheduler.params.warmup_max_lr": Auto(None, "optimizer.params.lr", "optimizer.params.lr"),
     "scheduler.params.warmup_num_steps": Auto(0, _TRANSFORMERS_DEFAULT),
 }
-"""In the order of application: a rule may copy the result of one before it."""
+"""The values of "auto" by path, in the order in which they are set: a rule may copy the result of
+an earlier rule."""
 
 
 def normalize(document: dict[str, Any], mistakes: list[str]) -> dict[str, str]:
-    """Rewrites a document in place; `mistakes` gets a line for every value that cannot be used.
-    Returns {path: how its value was written or derived}, for keys left out as well."""
+    """Rewrites a document in place, and appends a line to `mistakes` for every value that cannot be
+    used. Returns {path: how its value was written or derived}, also for keys that "auto" leaves
+    out."""
     provenance: dict[str, str] = {}
     _expand_dotted(document, provenance)
     _expand_shorthands(document, provenance)
@@ -118,8 +121,8 @@ def normalize(document: dict[str, Any], mistakes: list[str]) -> dict[str, str]:
 
 
 def _is_true(value: Any) -> bool:
-    """Whether a value is true as pydantic reads a boolean: "true" is, too. An invalid one is not:
-    it is reported where its section is validated."""
+    """Returns whether pydantic reads a value as the boolean true; the text "true" is such a value.
+    Returns False for an invalid value, which the validation of its section reports."""
     try:
         return _BOOLEAN.validate_python(value)
     except ValidationError:
@@ -127,15 +130,16 @@ def _is_true(value: Any) -> bool:
 
 
 def fill_total_steps(document: dict[str, Any], steps: int | None) -> dict[str, Any]:
-    """The document, in which the schedule's number of steps is a job's where it is "auto"."""
+    """Sets the schedule's number of steps, if it is "auto", to `steps`, those of the job, in place.
+    Returns the document."""
     if steps is not None and get_path(document, TOTAL_STEPS_PATH) == AUTO:
         _set_path(document, TOTAL_STEPS_PATH, steps)
     return document
 
 
 def _expand_dotted(document: dict[str, Any], provenance: dict[str, str]) -> None:
-    """Moves `"zero_optimization.stage": 2` of the top level into its section. A value that the
-    section has stands: DeepSpeed reads only that one."""
+    """Moves dotted keys of the top level, such as `"zero_optimization.stage": 2`, into their
+    sections. A value that the section already has is kept: DeepSpeed reads only that value."""
     known = KEYS.keys() | {name.old for name in OLD_NAMES}
     for path in [key for key in document if "." in key and key in known]:
         value = document.pop(path)
@@ -164,8 +168,8 @@ def _rename(
     if value is None:
         return
     present = get_path(document, name.new)
-    sections = isinstance(value, dict) and isinstance(present, dict)
-    if sections and all(value[key] == present[key] for key in value.keys() & present.keys()):
+    are_sections = isinstance(value, dict) and isinstance(present, dict)
+    if are_sections and all(value[key] == present[key] for key in value.keys() & present.keys()):
         value = {**value, **present}
     elif present is not None and present != value:
         mistakes.append(
@@ -174,7 +178,9 @@ def _rename(
         )
         return
     if not _set_path(document, name.new, value):
-        mistakes.append(f"{name.old}: is the old name of {name.new}, whose section is no mapping")
+        mistakes.append(
+            f"{name.old}: is the old name of {name.new}, whose section is not a mapping"
+        )
         return
     for path in [path for path in provenance if path.startswith(f"{name.old}.")]:
         del provenance[path]  # the path was renamed
@@ -193,10 +199,10 @@ def _resolve_auto(
     document: dict[str, Any], provenance: dict[str, str], mistakes: list[str]
 ) -> None:
     if get_path(document, TOTAL_STEPS_PATH) == AUTO:
-        _set_path(document, TOTAL_STEPS_PATH, 1)  # the only mistake is that there is no job
+        _set_path(document, TOTAL_STEPS_PATH, 1)  # valid: "auto" is not reported a second time
         mistakes.append(
             f"{TOTAL_STEPS_PATH}: auto is the number of steps of a job (`steps:` in its job file), "
-            "but this is no job; write the number (transformers and Accelerate fill it in)"
+            "but there is no job; write the number (transformers and Accelerate fill it in)"
         )
     for path, rule in AUTO_RULES.items():
         if get_path(document, path) == AUTO:

@@ -1,9 +1,9 @@
 """Optimizers that `optimizer.type` may name: one row each, with DeepSpeed's params and defaults.
 
-To add an optimizer: its class in `engine/optim`, a row here, a line in `docs/optimizers.md`. A row
-names the class or function that is called as `implementation(groups, **params.arguments())`. A
-param marked `NO_EFFECT` is accepted and not passed on; an unsupported one is refused, and the
-message names the alternative.
+To add an optimizer, write its class in `engine/optim`, a row here, and a line in
+`docs/optimizers.md`. A row names the class or function that is called as
+`implementation(groups, **params.arguments())`. A param marked `NO_EFFECT` is accepted and not
+passed on. An unsupported param is refused, with a message that names the alternative.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NO_EFFECT = "accepted for compatibility and not passed to the implementation"
 
 
 def _refuse_if_set(reason: str) -> BeforeValidator:
-    """Accepts a value that turns the param off (null, false, 0)."""
+    """Returns a validator that accepts only values that turn the param off (null, false, 0)."""
 
     def check(value: Any) -> None:
         if value:
@@ -35,7 +35,7 @@ def _refuse_if_set(reason: str) -> BeforeValidator:
 
 
 class OptimizerParams(StrictModel):
-    """Params of every optimizer."""
+    """The params that all optimizers have in common."""
 
     # Dotted name of the class, or of a function that makes an instance.
     implementation: ClassVar[str]
@@ -58,7 +58,8 @@ class OptimizerParams(StrictModel):
     fp32_optimizer_states: Annotated[bool, NO_EFFECT] = True
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments for the implementation: every param that is set and has an effect."""
+        """Returns keyword arguments for the implementation: every param that is set and has an
+        effect."""
         fields = type(self).model_fields.items()
         values = {
             key: getattr(self, key) for key, field in fields if NO_EFFECT not in field.metadata
@@ -131,8 +132,9 @@ class LionParams(OptimizerParams):
 
 
 class LambParams(OptimizerParams):
-    """`max_coeff` and `min_coeff` bound the trust ratio of each parameter. `eps` is added to the
-    root of the second moment, or inside it; the decayed weight to the step, before its norm."""
+    """LAMB. `max_coeff` and `min_coeff` bound the trust ratio of each parameter. `eps` is added to
+    the root of the second moment or, with `eps_inside_sqrt`, under the root. The trust ratio uses
+    the norm of the update with weight decay."""
 
     implementation = "rayzero.engine.optim.optimizers.Lamb"
 
@@ -177,7 +179,8 @@ class MuonParams(OptimizerParams):
     ] = None
 
     def arguments(self) -> dict[str, Any]:
-        """`split_muon_groups` puts all other params into the groups' options."""
+        """Returns only `decoupled`: `split_muon_groups` puts all other params into the options of
+        the groups."""
         return {"decoupled": self.adam_w_mode}
 
 
@@ -204,8 +207,9 @@ class OneBitAdamParams(OptimizerParams):
 
 
 class ZeroOneAdamParams(OneBitAdamParams):
-    """0/1 Adam, stage 0 only: signs from the second step on. `var_update_scaler` updates of
-    variances are one step apart, as many two, then four, until `var_freeze_step`."""
+    """0/1 Adam, stage 0 only. Momenta are reduced as signs from the second step on. The first
+    `var_update_scaler` updates of the variances are one step apart, the next are as many two steps
+    apart, then four, and so on until `var_freeze_step`."""
 
     implementation = "rayzero.engine.optim.onebit.ZeroOneAdam"
 
@@ -227,8 +231,9 @@ class ZeroOneAdamParams(OneBitAdamParams):
 
 class OneBitLambParams(LambParams):
     """1-bit LAMB, stage 0 only: LAMB without bias correction for `freeze_step` steps, then frozen
-    variances. `coeff_beta` averages the warm-up's trust ratios; `factor_*` bound the factor that
-    adapts them, and its change in a step."""
+    variances. `coeff_beta` averages the trust ratios of these first steps. Afterwards a factor
+    adapts the averages: `factor_min` and `factor_max` bound it, `factor_threshold` its change in
+    a step."""
 
     implementation = "rayzero.engine.optim.onebit.OneBitLamb"
 

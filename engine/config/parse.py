@@ -38,18 +38,18 @@ ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | EngineConfig
 
 
 def read_config(source: ConfigSource) -> dict[str, Any]:
-    """The config as a dict of plain values: dicts, lists, text, numbers, booleans, None. Raises
-    ConfigError if the file is missing, is not Hjson, or contains values of other types.
+    """Returns the config as a dict of plain values: dicts, lists, text, numbers, booleans, None.
+    Raises ConfigError if the file is missing, is not Hjson, or contains values of other types.
 
     Args:
         source: the dict; the path of a JSON or Hjson file; or, as launchers pass it, the text of
-            one in base64, plain or URL-safe.
+            such a file in base64, plain or URL-safe.
     """
     return _read_named(source)[1]
 
 
 def merge_config(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a config in which sections are merged; None removes a key."""
+    """Returns a copy of `document` with `changes`: sections are merged, and None removes a key."""
     merged = dict(document)
     for key, value in changes.items():
         if value is None:
@@ -63,7 +63,7 @@ def merge_config(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dic
 
 
 def _read_named(source: ConfigSource) -> tuple[str, dict[str, Any]]:
-    """(the document's name in messages, its plain values)"""
+    """Returns (the document's name in messages, its plain values)."""
     name, value = "engine config", source
     if isinstance(source, EngineConfig):
         value = source.model_dump(mode="json", exclude_unset=True)
@@ -87,9 +87,9 @@ def _read_named(source: ConfigSource) -> tuple[str, dict[str, Any]]:
 def to_plain(
     value: Any, name: str, max_depth: int = _MAX_DEPTH, allow_infinity: bool = True
 ) -> Any:
-    """A copy of `value`, made of plain values; `name` is its name in messages. Raises ConfigError
-    for a value of another type, a NaN, a huge integer, text that is not Unicode, more than
-    `max_depth` levels, or infinity where it is not allowed."""
+    """Returns a copy of `value`, made of plain values; `name` is the name of `value` in messages.
+    Raises ConfigError for a value of another type, a NaN, a huge integer, text that is not Unicode,
+    more than `max_depth` levels, or infinity where it is not allowed."""
     return _PlainCopier(name, max_depth, allow_infinity).copy(value, ())
 
 
@@ -100,7 +100,7 @@ class _PlainCopier:
     allow_infinity: bool
 
     def copy(self, value: Any, path: tuple[str, ...]) -> Any:
-        """A copy of the part at `path`."""
+        """Returns a copy of `value`, the part of the document at `path`."""
         if len(path) > self.max_depth:
             raise self._error(path, "nested too deeply", f"{self.max_depth} levels")
         match value:
@@ -154,10 +154,11 @@ class _PlainCopier:
 
 
 def read_text(path: str | os.PathLike[str], name: str, fix: str) -> str:
-    """The text of a file that a user wrote. Standard input may be a pipe: `rayzero run <(...)`.
-    Raises ConfigError if it cannot be read, is no regular file, is too large, or is not UTF-8."""
+    """Returns the text of a file that a user wrote. Raises ConfigError if the file cannot be read,
+    is no regular file, is too large, or is not UTF-8. Standard input may be a pipe, as in
+    `rayzero run <(...)`."""
 
-    def open_at_once(file: str, flags: int) -> int:  # a FIFO would wait for its writer
+    def open_at_once(file: str, flags: int) -> int:  # a blocking open waits for a FIFO's writer
         return os.open(file, flags if is_input else flags | os.O_NONBLOCK)
 
     try:
@@ -177,7 +178,7 @@ def read_text(path: str | os.PathLike[str], name: str, fix: str) -> str:
 
 
 def _decode_base64(source: str) -> str | None:
-    """The decoded text; None if `source` is a path."""
+    """Returns the decoded text; None if `source` is a path."""
     if os.path.exists(source):
         return None
     code = "".join(source.split()).rstrip("=").translate(str.maketrans("-_", "+/"))
@@ -230,8 +231,8 @@ class ParsedConfig:
 
 
 def parse_config(source: ConfigSource | None) -> EngineConfig:
-    """A checked config from any source; None is the config with every default. Raises ConfigError,
-    which names every wrong key."""
+    """Returns a checked config from any source; None stands for the config with every default.
+    Raises ConfigError, which names every wrong key."""
     return source if isinstance(source, EngineConfig) else parse_with_provenance(source).config
 
 
@@ -261,7 +262,8 @@ _IGNORING_SECTIONS = (
     "activation_checkpointing",
     "checkpoint",
 )
-"""What DeepSpeed reads key by key; it validates the other sections as a whole."""
+"""Sections in which DeepSpeed ignores unknown keys, because it reads them key by key. It validates
+the other sections as a whole."""
 
 _PARAMS = {
     f"{section}.{param}"
@@ -269,10 +271,11 @@ _PARAMS = {
     for model in models.values()
     for param in model.model_fields
 }
-"""What belongs in `params`: next to them it would be left out, and training continue without it."""
+"""Paths of params written next to `params`, by mistake. They are refused: dropped as unknown keys,
+they would have no effect on the training."""
 
 _FOREIGN = {"fp16_opt_level"}
-"""Keys of other libraries in public files, here Apex's, that resemble a known one."""
+"""Keys of other libraries (Apex) in public configs: dropped, although they resemble a known key."""
 
 _PATHS = {*KEYS, *(name.old for name in OLD_NAMES)}
 
@@ -286,8 +289,9 @@ def _names_in(section: str) -> frozenset[str]:
 
 
 def drop_unknown(document: dict[str, Any]) -> list[str]:
-    """Removes such keys from a document, in place; returns their paths. A key that resembles a
-    known one, or is one of another section, stays: validation refuses it."""
+    """Removes the unknown keys that DeepSpeed ignores from a document, in place; returns their
+    paths. A key that resembles a known key, or belongs to another section, stays, so that
+    validation refuses it."""
     dropped = []
     for section in _IGNORING_SECTIONS:
         values = get_path(document, section) if section else document

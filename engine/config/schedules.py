@@ -31,7 +31,7 @@ log = logging.getLogger("rayzero.engine")
 
 
 def _validate_per_group(value: Any) -> Any:
-    """Gives one message, where a union would give one per type."""
+    """Validates a `PerGroup`. A mistake gives one message; a union's would be one for each type."""
     is_list = isinstance(value, list | tuple)
     numbers = [parse_number(reject_bool(number)) for number in (value if is_list else [value])]
     if not all(isinstance(number, float) and 0 <= number < math.inf for number in numbers):
@@ -52,17 +52,18 @@ class LRCurve(StrictModel):
 
     @classmethod
     def arguments(cls) -> tuple[str, ...]:
-        """The params in the order of DeepSpeed's arguments: a class's own come before inherited
-        ones."""
+        """Returns the names of the params in the order of DeepSpeed's arguments: a class's own come
+        before inherited params."""
         names = (name for kind in cls.__mro__ for name in inspect.get_annotations(kind))
         return tuple(dict.fromkeys(name for name in names if name in cls.model_fields))
 
     def per_group_lengths(self) -> dict[str, int]:
-        """{param given as a list, one value per parameter group: length}."""
+        """Returns {name: length} of the params given as a list with one value per parameter
+        group."""
         return {key: len(value) for key, value in self if isinstance(value, tuple)}
 
     def lr(self, iteration: int, group: int, configured: float) -> float:
-        """A parameter group's learning rate.
+        """Returns a parameter group's learning rate.
 
         Args:
             iteration: -1 in the first step.
@@ -72,17 +73,17 @@ class LRCurve(StrictModel):
         raise NotImplementedError
 
     def betas(self, iteration: int, group: int) -> BetaPair | None:
-        """A parameter group's Adam betas; None: unchanged."""
+        """Returns a parameter group's Adam betas; None if the schedule does not change them."""
         return None
 
 
 def value_for_group(value: float | tuple[float, ...], group: int) -> float:
-    """A parameter group's value, of one for all groups or one for each."""
+    """Returns a parameter group's value; `value` is one number for all groups, or one for each."""
     return value[group] if isinstance(value, tuple) else value
 
 
 def _known_warmup_type(value: Any) -> Any:
-    """DeepSpeed's fallback for a type that it does not know."""
+    """Replaces an unknown type by "log", with a warning, as DeepSpeed does."""
     if isinstance(value, str) and value not in ("log", "linear"):
         log.warning("warmup_type %r is unknown: log is used. Allowed: log, linear", value)
         return "log"
@@ -102,7 +103,7 @@ class _Warmup(LRCurve):
         return max(2, self.warmup_num_steps)
 
     def _fraction(self, iteration: int) -> float:
-        """Progress of the warm-up, 0 to 1."""
+        """Returns the progress of the warm-up, 0 to 1."""
         length, iteration = self.length, max(iteration, 0)
         if iteration >= length:
             return 1.0
@@ -183,7 +184,8 @@ class OneCycle(LRCurve):
         return low / (1 + self.decay_lr_rate * self._decay_intervals(iteration))
 
     def betas(self, iteration: int, group: int) -> BetaPair | None:
-        """The second beta is DeepSpeed's constant; the first step uses the lowest first beta."""
+        """Returns the betas. The second is DeepSpeed's constant. The first beta of the first step
+        is the minimum, as in DeepSpeed."""
         if not self.cycle_momentum:
             return None
         low = value_for_group(self.cycle_min_mom, group)
@@ -202,7 +204,7 @@ class OneCycle(LRCurve):
 
     @property
     def second_stair_count(self) -> int:
-        """Stairs in the cycle's second half; 0: none."""
+        """Number of stairs in the cycle's second half; 0 for a continuous change."""
         given = self.cycle_second_stair_count
         return self.cycle_first_stair_count if given is None else given
 
@@ -212,7 +214,7 @@ class OneCycle(LRCurve):
         return self.cycle_first_step_size + self.second_step_size
 
     def _cycle_fraction(self, step: int) -> float:
-        """Height in the cycle: 0 to 1 over its first part, back to 0 over the second."""
+        """Returns the height in the cycle: 0 to 1 over the first half, then back to 0."""
         height, length = step % self.total_size, self.cycle_first_step_size
         stairs = self.cycle_first_stair_count
         if height > length:
@@ -221,7 +223,7 @@ class OneCycle(LRCurve):
         return math.floor(height * stairs / length) / stairs if stairs else height / length
 
     def _decay_intervals(self, iteration: int) -> float:
-        """Decay intervals since the end of the cycle."""
+        """Returns the number of decay intervals, also fractions, since the end of the cycle."""
         if math.isclose(self.decay_step_size, 0):
             return 0.0
         return (iteration - self.total_size + 1) / self.decay_step_size

@@ -1,5 +1,5 @@
-"""Sections but `zero_optimization`: DeepSpeed's for dtypes, activation checkpointing, timers,
-checkpoints, aio and the compiler, and `rayzero`, which DeepSpeed does not have."""
+"""DeepSpeed's sections for dtypes, activation checkpointing, timers, checkpoints, aio and the
+compiler, and the section `rayzero`, which DeepSpeed does not have."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Fp16Config(ConfigSection, path="fp16"):
     )
     loss_scale: NonNegativeFloat = implemented(0.0, "static loss scale; 0: dynamic")
     initial_scale_power: Integer = implemented(16, "a dynamic scale starts at 2 to this power")
-    # Of a dynamic scale only, as the checks of the rest: DeepSpeed reads them there alone.
+    # The keys below apply to a dynamic scale only. They are checked only there (`checks.py`): with
+    # a static scale, DeepSpeed does not read them.
     loss_scale_window: Integer = implemented(
         1000, "steps without overflow after which the scale is doubled"
     )
@@ -49,11 +50,11 @@ class Fp16Config(ConfigSection, path="fp16"):
     min_loss_scale: FiniteFloat = implemented(1.0, "lower bound of a dynamic scale")
 
     def initial_dynamic_scale(self) -> int:
-        """The value at which a dynamic scale starts."""
+        """Returns the value at which a dynamic scale starts."""
         return 1 << self.initial_scale_power
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        """A dynamic scale's settings, under the names of DeepSpeed's loss scaler."""
+        """Returns a dynamic scale's settings, under the names of DeepSpeed's loss scaler."""
         return {
             "init_scale": self.initial_dynamic_scale(),
             "scale_window": self.loss_scale_window,
@@ -74,9 +75,9 @@ class Bf16Config(ConfigSection, path="bf16"):
     )
     bf16_master_weights_and_grads: bool = implemented(
         False,
-        "main weights, which are then the model's, and main grads in bfloat16 too: updates below "
-        "a 256th of a weight are lost; stages 1 to 3, with bf16_optimizer_states or "
-        "offload_optimizer, as in DeepSpeed",
+        "main weights and main grads are in bfloat16 too, and the model's weights are the main "
+        "weights: updates below a 256th of a weight are lost; stages 1 to 3, with "
+        "bf16_optimizer_states or offload_optimizer, as in DeepSpeed",
     )
     bf16_optimizer_states: bool = implemented(
         False, "optimizer state in bfloat16; with bf16_master_weights_and_grads only"
@@ -134,8 +135,9 @@ class CheckpointConfig(ConfigSection, path="checkpoint"):
         str, BeforeValidator(name_validator(_TAG_VALIDATIONS, "a validation of tags"))
     ] = implemented(
         "Warn",
-        "ranks that save under different tags: Fail: an error; Warn: a warning, Ignore: nothing, "
-        "and rank 0's tag is used, so that there is one complete checkpoint",
+        "what happens if ranks save under different tags. Fail: an error. Warn: a warning, and "
+        "rank 0's tag is used, so that there is one complete checkpoint. Ignore: the same without "
+        "the warning",
         group="checkpoints",
     )
     parallel_write: ParallelWriteConfig = ParallelWriteConfig()
@@ -161,7 +163,7 @@ class CompileConfig(ConfigSection, path="compile"):
     )
     deepcompile: bool = implemented(
         False,
-        "taken as compile.enabled, which a line in the log says: torch.compile, without "
+        "the same as compile.enabled, with a line in the log: torch.compile is used, without "
         "DeepCompile's ZeRO inside the graph",
     )
 
@@ -171,13 +173,14 @@ class CompressionConfig(ConfigSection):
 
     gradients: Literal["none", "fp16", "bf16", "int8", "sign", "lowrank"] = implemented(
         "none",
-        "how gradients are encoded: none; fp16, bf16: rounded; int8: eight bits a value, a scale a "
-        "block; sign: one bit a value; lowrank: factors of every matrix (PowerSGD)",
+        "how gradients are encoded. none: unchanged; fp16, bf16: rounded; int8: 8 bits per value "
+        "and a scale per block; sign: one bit per value; lowrank: factors of every matrix "
+        "(PowerSGD)",
     )
     block_size: Annotated[PositiveInt, Field(multiple_of=32)] | None = implemented(
         None, "values that share a scale; by default 256 with int8, 64 with sign"
     )
-    rank: PositiveInt = implemented(4, "rank of lowrank's factors")
+    rank: PositiveInt = implemented(4, "rank of the factors of lowrank")
     error_feedback: bool | None = implemented(
         None,
         "the error of the encoding is added to the next gradients; always with sign and lowrank, "
@@ -190,22 +193,24 @@ class LoaderConfig(ConfigSection):
 
     num_workers: NonNegativeInt = implemented(
         0,
-        "processes of each rank that make samples: of a map-style dataset its items, of a stream "
-        "or an iterable its `transform`. 0: the thread that reads ahead. In a process a sample's "
-        "random numbers (`random`, `numpy.random`, torch on the CPU) are seeded by the job's seed "
-        "and the sample's position",
+        "processes of each rank that make samples: they read a map-style dataset's items, or run "
+        "the `transform` of a stream or an iterable. 0: the thread that reads ahead makes them. In "
+        "a process, a sample's random numbers (`random`, `numpy.random`, torch on the CPU) are "
+        "seeded by the job's seed and the sample's position",
     )
     sample_timeout_s: PositiveFloat = implemented(
-        600.0, "how long making one sample may take; then it is bad, and its process is ended"
+        600.0,
+        "how long making one sample may take; after that the sample is bad, and its process is "
+        "ended",
     )
     start_timeout_s: PositiveFloat = implemented(
-        600.0, "how long a process may take to start, with what it imports; then it is an error"
+        600.0, "how long a process may take to start and import; after that it is an error"
     )
     max_bad_samples: NonNegativeInt = implemented(
         0,
         "samples of a job, over all ranks and restarts, that may raise, hang, or end their "
-        "process: they are left out as if their loss were 0. The next one ends the training, with "
-        "an error that names it",
+        "process: they are left out as if their loss were 0. The next such sample ends the "
+        "training, with an error that names it",
     )
 
 
@@ -231,21 +236,21 @@ class RayzeroConfig(ConfigSection, path="rayzero"):
     )
     gather_buffers: Annotated[PositiveInt, Field(ge=2)] = implemented(
         2,
-        "buffers for gathered weights at stage 3: live units at once",
+        "buffers for gathered weights at stage 3: how many units can be gathered at once",
         old_names=("rayzero.slots",),
     )
     unused_gradients: Literal["zero", "none"] = implemented(
         "zero",
-        "what a parameter gets that no rank used in a step, such as an expert. zero: a gradient of "
-        "zeros, as in DeepSpeed: momentum and weight decay continue. none: as in PyTorch, neither "
-        "it nor its optimizer state changes; steps that an optimizer counts (Adam's bias "
-        "correction) continue",
+        "what happens to a parameter, such as an expert's, that no rank used in a step. zero: it "
+        "gets a gradient of zeros, as in DeepSpeed: momentum and weight decay continue. none: as "
+        "in PyTorch, the parameter and its optimizer state do not change; steps that an optimizer "
+        "counts (Adam's bias correction) continue",
     )
     other_optimizer_state: Literal["error", "reset"] = implemented(
         "error",
-        "what becomes of a saved optimizer state that has other parts than this optimizer's, as "
-        "of Adam for SGD. error: it is refused. reset: it is left out, with a warning, and the "
-        "optimizer starts anew; weights, step and data continue",
+        "what happens to a saved optimizer state of another kind than this optimizer's, such as "
+        "Adam's for SGD. error: it is refused. reset: it is left out, with a warning, and the "
+        "optimizer starts without state; weights, step and data continue",
     )
     reduce_each_micro_step: bool = implemented(
         True,

@@ -30,7 +30,7 @@ class LeafModuleConfig(ConfigSection):
         (), "classes of modules gathered as a whole: a class's name, alone or with its module"
     )
     names: NameList = implemented((), "names of modules gathered as a whole")
-    name_suffixes: NameList = implemented((), "suffixes of such names")
+    name_suffixes: NameList = implemented((), "suffixes of names of modules gathered as a whole")
 
 
 OffloadDevice = Annotated[
@@ -56,7 +56,7 @@ class OffloadOptimizerConfig(ConfigSection, path="zero_optimization.offload_opti
 
     @property
     def pipeline(self) -> bool:
-        """DeepSpeed's name for either of the two."""
+        """Whether reads or writes are pipelined, under DeepSpeed's name."""
         return any(getattr(self, f"pipeline_{part}") for part in ("read", "write"))
 
 
@@ -85,9 +85,8 @@ class ZeroConfig(ConfigSection, path="zero_optimization"):
     reduce_bucket_size: PositiveSize | None = implemented(
         None,
         "elements reduced together. At stages 0 to 2 it is the size of a bucket, by default an "
-        "eighth of the model: 250 thousand to 4 million on CPUs, 25 to 64 million on GPUs. What is "
-        "longer, a large parameter or a block of stage 3, is reduced in parts of that size at "
-        "stages 2 and 3, by default of at most 4 or 64 million",
+        "eighth of the model: 250 thousand to 4 million on CPUs, 25 to 64 million on GPUs. Stages "
+        "2 and 3 reduce a longer parameter or block in parts of this size, by default 64 million",
     )
     allgather_bucket_size: NonNegativeSize | None = implemented(
         None,
@@ -133,10 +132,10 @@ class ZeroConfig(ConfigSection, path="zero_optimization"):
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
     offload_param: OffloadParamConfig = OffloadParamConfig()
 
-    if not TYPE_CHECKING:  # which would then know of no misspelled attribute
+    if not TYPE_CHECKING:  # a type checker that sees `__getattr__` accepts misspelled attributes
 
         def __getattr__(self, name: str) -> Any:
-            """DeepSpeed's attributes have no `stage3_` before their names."""
+            """Returns the value of a `stage3_` key under DeepSpeed's name, which has no prefix."""
             if f"stage3_{name}" in type(self).model_fields:
                 return getattr(self, f"stage3_{name}")
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")

@@ -5,4 +5,5 @@ file imports nothing.
 """
 
 USABLE_FRACTION = 0.9
-"""Of a device's memory; the rest is left to its context, NCCL and the allocator's fragmentation."""
+"""The part of a device's memory that a plan may use; the rest is left to the device's context, NCCL
+and the allocator's fragmentation."""

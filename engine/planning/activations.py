@@ -1,7 +1,7 @@
 """Traces one micro-step on fake tensors: peak bytes of activations, and flops.
 
 A dispatch mode records the outputs of every operation; a storage counts from the operation that
-allocates it until Python and autograd have released it. Fake tensors take neither memory nor
+allocates it until Python and autograd have released it. Fake tensors cost neither memory nor
 arithmetic.
 """
 
@@ -52,10 +52,10 @@ _GRAPHS_ONLY = "aot_eager_decomp_partition"  # a backend without kernels
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that are allocated while it is active, and flops.
+    """Counts the bytes of storages that are allocated while the mode is active, and flops.
 
-    `FlopCounterMode` next to it would hold what activation checkpointing recomputes, and allocate
-    what its decomposition of operations needs.
+    Flops are counted here because a `FlopCounterMode` active at the same time would change the
+    bytes: it holds what activation checkpointing recomputes, and decomposes operations.
 
     Args:
         known: tensors that are accounted for elsewhere, such as parameters.
@@ -66,7 +66,7 @@ class LiveBytes(TorchDispatchMode):
         flops: as `torch.utils.flop_counter` counts.
     """
 
-    supports_higher_order_operators = True  # of compiled graphs
+    supports_higher_order_operators = True  # which compiled graphs contain
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -77,7 +77,8 @@ class LiveBytes(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code runs, and is counted: with other modes, torch runs it in eager mode."""
+        """Lets torch run compiled code in this mode, so that it is counted; torch runs eager code
+        instead in a mode that does not return True."""
         return True
 
     def __torch_dispatch__(
@@ -90,8 +91,9 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _count_flops(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
-        if isinstance(func, HigherOrderOperator):  # runs an operation with a random state
-            inner = next((i for i, it in enumerate(args) if isinstance(it, OpOverload)), None)
+        if isinstance(func, HigherOrderOperator):  # runs the operation among its arguments
+            operations = [i for i, arg in enumerate(args) if isinstance(arg, OpOverload)]
+            inner = operations[0] if operations else None
             if inner is None:
                 return
             func, args = args[inner], args[inner + 1 :]
@@ -100,7 +102,7 @@ class LiveBytes(TorchDispatchMode):
             self.flops += count(*args, **kwargs, out_val=out)
 
     def take_peak(self) -> int:
-        """The maximum of `live_bytes` since the last call."""
+        """Returns the maximum of `live_bytes` since the last call."""
         peak, self.peak_bytes = self.peak_bytes, self.live_bytes
         return peak
 
@@ -121,13 +123,14 @@ class LiveBytes(TorchDispatchMode):
 def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
     args_fp32 = bool(args) and isinstance(args[0], FakeTensor) and args[0].dtype is torch.float32
     if func is torch.ops.aten._grouped_mm.default and args_fp32:
-        # Torch infers its output for bf16 only.
-        return func(*(it.bfloat16() for it in args[:2]), *args[2:], **kwargs).float()
+        # Torch infers the output's shape for bf16 only.
+        matrices = [matrix.bfloat16() for matrix in args[:2]]
+        return func(*matrices, *args[2:], **kwargs).float()
     return func(*args, **kwargs)
 
 
 def copy_without_memory(model: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of a model on the meta device or, within `fake_tensors`, on any other."""
+    """Returns a copy of a model on the meta device or, within `fake_tensors`, on any device."""
     memo: dict[int, Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -159,12 +162,12 @@ class MicroStepTrace:
 
     @property
     def activation_bytes(self) -> int:
-        """The peak of the micro-step, if each gradient is freed at once."""
+        """The peak of the micro-step if each gradient is freed as soon as it has arrived."""
         return max(self.last_bytes, *(peak for _, peak in self.grads))
 
     def held_grad_bytes(self, units: Sequence[Mapping[str, int]]) -> int:
-        """The bytes by which the peak is higher because a unit's gradients are held until its last
-        one, and those of all units before it, have arrived (`Reducer`).
+        """Returns by how many bytes the peak rises because `Reducer` holds a unit's gradients until
+        all gradients of this unit, and of the units before it, have arrived.
 
         Args:
             units: bytes of the gradients by name, in launch order.
@@ -193,7 +196,7 @@ def fake_tensors() -> Iterator[None]:
     device, log = local_device(), logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     with FakeTensorMode(allow_non_fake_inputs=True), device, warnings.catch_warnings():
-        # Of the tracing itself: a run has none of them. What fails is raised as well.
+        # These warnings are about the tracing, and a run has none of them. Failures still raise.
         warnings.filterwarnings("ignore", "(?s).*(FakeTensor|almost definitely a bug)")
         log.setLevel(logging.CRITICAL)
         try:
@@ -209,14 +212,14 @@ def trace_micro_step(
     model. Raises ConfigError if the model returns no loss, or reads values, which fake tensors do
     not have.
 
-    What is compiled runs as the graphs of AOTAutograd, whose min-cut partitioner decides what
+    Compiled modules run as the graphs of AOTAutograd, whose min-cut partitioner decides what
     backward recomputes (He and Yu, "Transcending runtime-memory tradeoffs in checkpointing by being
-    fusion aware", 2023), operation by operation: kernels that fuse them allocate less.
+    fusion aware", 2023). The graphs run operation by operation; fused kernels allocate less.
 
     Args:
         model: its parameters are cast to the dtypes of `precision`.
         batch: a micro-batch.
-        recomputed: modules whose forward keeps its inputs only (activation checkpointing).
+        recomputed: modules whose forward keeps only its inputs (activation checkpointing).
     """
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.to(precision.model_dtype(tensor.dtype))
@@ -263,7 +266,7 @@ def _trace(
     try:
         with set_stance("default", force_backend=_GRAPHS_ONLY):
             if any(map(is_compiled, model.modules())):
-                torch.compiler.reset()  # beyond a number of models, torch would not compile
+                torch.compiler.reset()  # earlier models count towards torch's recompile limit
                 compute_loss().backward()
                 grads.clear()
             with live:

@@ -1,7 +1,8 @@
 """Bytes that a rank holds between two steps: builds its engine on the meta device and counts them.
 
-The parts are those of a running engine, and so is the count (`engine.accounting`); only values and
-other ranks are missing. The tests compare it with real engines, class by class.
+The engine has the parts of a running engine and is counted by the same code (`engine.accounting`);
+only values and other ranks are missing. The tests compare the bytes of each class with those of
+real engines.
 """
 
 from __future__ import annotations
@@ -50,19 +51,20 @@ class AbsentRanks(Backend):
 def persistent_bytes(
     model: nn.Module, config: EngineConfig, world_size: int, trace: MicroStepTrace | None = None
 ) -> dict[str, int]:
-    """Bytes by class of the rank that holds most, as `bytes_by_class` names them, of a model on the
-    meta device, which is not changed. Raises ConfigError if the config does not fit the model or
-    the world.
+    """Returns the bytes by class, as `bytes_by_class` names them, of the rank that holds most.
+    `model` is on the meta device, and is not changed. Raises ConfigError if the config does not fit
+    the model or the world.
 
-    A device with separate memory is assumed. Two classes do not persist: `unit_grads` are gradients
-    that are held until the last of their unit has arrived: in addition to the activations' peak in
-    `trace`, else those of the longest unit; `grad_copies` and `host_grad_copies` exist only during
-    an update: gradients in the dtype of the main weights.
+    The device is assumed to have memory of its own. Two classes do not persist. `unit_grads` are
+    the gradients that are held until the last gradient of their unit has arrived: the bytes that
+    they add to the peak of `trace`, or without a trace those of the largest unit. `grad_copies`
+    (`host_grad_copies`) are the gradients in the dtype of the main weights during an update.
     """
     trains = any(param.requires_grad for param in model.parameters())
     given = find_param_groups(model, None, None) if trains else freeze_all_params(model)
     groups = regroup_for_optimizer(config.optimizer, model, given)
-    # A group is contiguous in a unit. If one of two has more state, the first or last rank does.
+    # A parameter group is contiguous in a unit. If one group has more state than another, the first
+    # or the last rank holds most.
     ranks = {0, world_size - 1} if len(groups.options) > 1 else {0}
     names = {param: name for name, param in model.named_parameters()}
     values = [(param, param.detach()) for param in model.parameters()]
@@ -81,10 +83,11 @@ def persistent_bytes(
 def _held_grads(
     trace: MicroStepTrace | None, names: dict[nn.Parameter, str]
 ) -> Callable[[list[Unit]], int]:
-    """Counts the bytes of units' gradients that are held in backward."""
+    """Returns a function that counts the bytes of units' gradients that backward holds."""
 
     def count(units: list[Unit]) -> int:
-        grads = [{names[it]: it.nbytes for it in unit.params} for unit in units if unit.grads]
+        trained = [unit for unit in units if unit.grads]
+        grads = [{names[param]: param.nbytes for param in unit.params} for unit in trained]
         if trace is None:
             return max((sum(unit.values()) for unit in grads), default=0)
         return trace.held_grad_bytes(grads)
@@ -115,7 +118,7 @@ def _count_rank(
 
 
 def _take_step(runtime: ZeroRuntime, optimizer: ShardedOptimizer, micro_steps: int) -> Counter[str]:
-    """Allocates what a step does, in its order, without forward, backward and vote.
+    """Allocates what a step allocates, in the same order, without forward, backward and vote.
 
     Returns the bytes of gradients that are copied into the dtype of the main weights.
     """
@@ -128,15 +131,15 @@ def _take_step(runtime: ZeroRuntime, optimizer: ShardedOptimizer, micro_steps: i
         with runtime.backward_pass(first=micro_step == 0, last=micro_step == micro_steps - 1):
             pass  # no gradient arrives: all are zeros
     runtime.reducer.wait()
-    for unit in runtime.units:  # as the vote, which waits for copies to host memory
+    for unit in runtime.units:  # as the vote does, which waits for copies to host memory
         unit.shard_grads()
     copies = Counter[str]()
     for shards in optimizer.chunks():
         copied = 0
         for shard in shards:
             dtype = optimizer.state_dtype(shard)
-            others = [it for it in (shard.grad, shard.weight) if it.dtype is not dtype]
-            copied += len(others) * shard.weight.numel() * dtype.itemsize
+            copies_needed = sum(tensor.dtype is not dtype for tensor in (shard.grad, shard.weight))
+            copied += copies_needed * shard.weight.numel() * dtype.itemsize
         if copied:
             kind = shards[0].unit.state_store.memory_kind
             name = "grad_copies" if kind is MemoryKind.DEVICE else "host_grad_copies"
@@ -148,8 +151,8 @@ def _take_step(runtime: ZeroRuntime, optimizer: ShardedOptimizer, micro_steps: i
 def _make_optimizer(
     runtime: ZeroRuntime, groups: ParamGroups, config: EngineConfig
 ) -> ShardedOptimizer:
-    """The rank's optimizer with the state that a step creates."""
-    if config.optimizer is None:  # the script's own, which is not known
+    """Returns the rank's optimizer with the state that a step creates."""
+    if config.optimizer is None:  # the script makes the optimizer: its state is not known
         return make_sharded_optimizer(runtime, groups, None, config, torch.device("meta"))
     with torch.device("cpu"):
         trial, states = _step_small_params(config.optimizer, groups)
@@ -168,7 +171,8 @@ def _make_optimizer(
 def _step_small_params(
     config: OptimizerConfig, groups: ParamGroups
 ) -> tuple[torch.optim.Optimizer, list[dict[str, Any]]]:
-    """A new optimizer over small parameters, and each group's state after a step of such a one."""
+    """Returns a new optimizer over small parameters, and the state of each group's parameter after
+    a step of another such optimizer."""
     make = optimizer_factory(config)
     params = [nn.Parameter(torch.zeros(8, 8)) for _ in groups.options]
     options = [

@@ -29,8 +29,8 @@ from rayzero.engine.planning.persistent import persistent_bytes
 from rayzero.engine.precision.policy import choose_precision
 
 THREAD_BYTES_PER_S = 10e9
-"""Of host memory, for one thread of several: AdamW's 28 bytes an element take it 2.8 ns. Alone on a
-core of a server, 1.4 ns were measured."""
+"""Bandwidth of host memory for each of several threads: AdamW's 28 bytes per element take 2.8 ns.
+For a thread that runs alone, 1.4 ns were measured on a server's core."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class MemoryEstimate:
     """Bytes of one rank by class.
 
     Attributes:
-        bytes: as in `engine.accounting`, besides `unit_grads`, `grad_copies` and `activations`.
+        bytes: by class: those of `engine.planning.persistent`, and `activations`.
         flops: of a micro-step on one rank; 0 without a batch.
     """
 
@@ -47,12 +47,12 @@ class MemoryEstimate:
 
     @property
     def device_bytes(self) -> dict[str, int]:
-        """Bytes on the accelerator, or in the process's memory without one."""
+        """Bytes on the accelerator or, without one, in the process's memory."""
         others = ("host_", "disk_")
-        return {name: it for name, it in self.bytes.items() if not name.startswith(others)}
+        return {name: size for name, size in self.bytes.items() if not name.startswith(others)}
 
     def offloaded_bytes(self, place: str) -> dict[str, int]:
-        """Bytes in host memory (`host`) or in files (`disk`)."""
+        """Returns the bytes in host memory (`host`) or in files (`disk`) by class."""
         return {
             name.removeprefix(f"{place}_"): size
             for name, size in self.bytes.items()
@@ -61,8 +61,8 @@ class MemoryEstimate:
 
     @property
     def device_total_bytes(self) -> int:
-        """Peak bytes: what backward needs and the optimizer's gradient copies are never live
-        together."""
+        """Peak bytes on the device. Activations and unit gradients live during backward, gradient
+        copies during the update, so only the larger of the two counts."""
         sizes = self.device_bytes
         backward = sizes.get("activations", 0) + sizes.get("unit_grads", 0)
         return sum(sizes.values()) - min(backward, sizes.get("grad_copies", 0))
@@ -73,7 +73,8 @@ class MemoryEstimate:
 
     @property
     def cpu_update_s(self) -> float:
-        """Seconds that one thread takes for the optimizer's update in host memory; 0 without."""
+        """Seconds that one thread takes for the optimizer's update in host memory; 0 if no state is
+        offloaded."""
         host = self.offloaded_bytes("host")
         state = host.get("main_weights", 0) + host.get("optimizer_state", 0)  # read and written
         return (2 * state + host.get("main_grads", 0)) / THREAD_BYTES_PER_S
@@ -97,8 +98,8 @@ class MemoryPlanner:
     def estimate(
         self, config: EngineConfig, world_size: int, *, recomputed: bool = False
     ) -> MemoryEstimate:
-        """Estimates one setting; `recomputed`: with activation checkpointing of every block (stage
-        3's unit of gathering). Raises ConfigError if the config does not fit the world, or the
+        """Estimates one setting. `recomputed` stands for activation checkpointing of every block,
+        as stage 3 gathers them. Raises ConfigError if the config does not fit the world, or the
         model cannot be traced."""
         if self._make_batch is None:
             return MemoryEstimate(persistent_bytes(self._meta_model, config, world_size))
@@ -120,7 +121,7 @@ class MemoryPlanner:
     def _make_fake_model(self) -> nn.Module:
         try:
             return self._make_model()
-        except DataDependentOutputException:  # it reads a tensor of its own, on a named device
+        except DataDependentOutputException:  # it makes a tensor on a named device, and reads it
             return copy_without_memory(self._meta_model, local_device())
 
     @cached_property
@@ -130,7 +131,7 @@ class MemoryPlanner:
 
 
 def _innermost_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks that stage 3 gathers and that contain no other block."""
+    """Returns the blocks that stage 3 gathers and that contain no other block."""
     params = name_params(model, {})
     blocks = {plan.module for plan in plan_blocks(model, params, (), 1) if plan.module is not None}
     return [
@@ -151,14 +152,17 @@ class PlanSetting:
 
     @property
     def name(self) -> str:
-        parts = [f"stage {self.stage}"]
-        parts += ["activation checkpointing"] * self.recomputed
-        offloaded = ["optimizer"] * self.offload_optimizer + ["parameters"] * self.offload_param
-        parts += [f"{' and '.join(offloaded)} on the CPU"] * bool(offloaded)
-        return ", ".join(parts)
+        name = f"stage {self.stage}"
+        if self.recomputed:
+            name += ", activation checkpointing"
+        if self.offload_optimizer and self.offload_param:
+            name += ", optimizer and parameters on the CPU"
+        elif self.offload_optimizer or self.offload_param:
+            name += f", {'optimizer' if self.offload_optimizer else 'parameters'} on the CPU"
+        return name
 
     def apply_to(self, document: dict[str, Any]) -> EngineConfig:
-        """The config of a document with its stage and offload replaced by this setting."""
+        """Returns the config of a document whose stage and offload are replaced by this setting."""
         zero = document.get("zero_optimization")
         zero = dict(zero) if isinstance(zero, dict) else {}
         zero["stage"] = self.stage
@@ -166,7 +170,7 @@ class PlanSetting:
             zero.pop(key, None)
             if getattr(self, key):
                 zero[key] = {"device": "cpu"}
-        if self.stage < 3 or self.offload_param:  # they apply to weights gathered from the device
+        if self.stage < 3 or self.offload_param:  # keys for shards in the device's memory only
             zero.pop("zero_hpz_partition_size", None)
             zero.pop("zero_quantized_weights", None)
         return parse_config({**document, "zero_optimization": zero})
@@ -183,7 +187,7 @@ CANDIDATE_SETTINGS = (
     PlanSetting(3, recomputed=True, offload_optimizer=True),
     PlanSetting(3, recomputed=True, offload_optimizer=True, offload_param=True),
 )
-"""By step time, fastest first: the first that fits is recommended."""
+"""Ordered by step time, fastest first: the first setting that fits is recommended."""
 
 
 @dataclass(frozen=True)
@@ -222,5 +226,5 @@ def evaluate_settings(
 
 
 def first_fit(results: list[SearchResult]) -> SearchResult | None:
-    """The recommended setting; None if nothing fits, or without a limit."""
+    """Returns the recommended setting; None if nothing fits, or without a limit."""
     return next((result for result in results if result.fits), None)

@@ -73,7 +73,7 @@ def test_conflicting_old_and_new_names_are_an_error() -> None:
     with pytest.raises(ConfigError, match=r"cpu_offload: true or false was expected"):
         parse_config({ZERO: {"cpu_offload": {"device": "cpu"}}})
     with pytest.raises(
-        ConfigError, match=r"cpu_offload: is the old name of .* whose section is no mapping"
+        ConfigError, match=r"cpu_offload: is the old name of .* whose section is not a mapping"
     ):
         parse_config({ZERO: {"cpu_offload": True, "offload_optimizer": 3}})
 
