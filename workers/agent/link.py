@@ -3,8 +3,7 @@ a node's workers and its agent, and between the agent and the controller.
 
 A frame is a header (kind, number, the greatest number that the sender has received, size of the
 payload) and a payload. Numbered frames are kept until the other end acknowledges them, and are sent
-again over the next connection. Payloads are pickled: a connection is authenticated before its first
-frame.
+again over the next connection. Payloads are pickled; connections are authenticated first.
 """
 
 from __future__ import annotations
@@ -85,9 +84,8 @@ class Attach:
 
 
 class Obedience:
-    """The rule by which an agent or a worker obeys one controller at a time. It accepts no
-    controller with a lower epoch than it has seen, and none that another controller has
-    superseded."""
+    """The rule by which an agent or a worker obeys one controller at a time. It accepts none with a
+    lower epoch than it has seen, and none that another controller has superseded."""
 
     def __init__(self) -> None:
         self.obeyed = Attach(0, b"")
@@ -304,8 +302,7 @@ class Link:
         self._beat_is_due = True
 
     def encode(self, kind: FrameKind, payload: bytes = b"") -> bytes:
-        """Returns a frame without a number: for a connection's first frames, before `open`, and for
-        beats."""
+        """Returns a frame without a number, as the first frames of a connection before `open`."""
         return self._header(kind, _NOT_NUMBERED, payload) + payload
 
     def open(self, write: Callable[[bytes], object], acknowledged: int) -> None:
@@ -321,8 +318,7 @@ class Link:
         self._write = None
 
     def restart(self) -> None:
-        """Notes that the other end was replaced: the numbers of the frames from there begin with 1
-        again."""
+        """Notes that the other end was replaced: its frames are numbered from 1 again."""
         self._received = self._told = 0
 
     def drop(self, kind: FrameKind) -> None:

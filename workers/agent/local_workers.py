@@ -1,5 +1,4 @@
-"""Passes the messages of a node's workers to the controller in batches, and commands to the
-workers.
+"""Passes messages of a node's workers to the controller in batches, and commands to the workers.
 
 A worker's frame is acknowledged when the controller has acknowledged the batch that holds it. If an
 agent dies, its workers send the unacknowledged frames to the next agent.
@@ -141,8 +140,7 @@ class LocalWorkers:
             self._unconfirmed.append((self._send(payload), newest))
 
     def on_acknowledged(self, number: int) -> None:
-        """Acknowledges the workers' frames in the batches up to that number, which the controller
-        has."""
+        """Acknowledges the workers' frames in the batches up to that number."""
         confirmed: dict[int, int] = {}
         while self._unconfirmed and self._unconfirmed[0][0] <= number:
             confirmed |= self._unconfirmed.popleft()[1]

@@ -24,16 +24,14 @@ from rayzero.workers.authenticated import AuthenticatedServer
 
 AGENT_THREAD = "rayzero-agent"
 COMMAND_THREADS = 8
-"""Threads for commands. A checkpoint, a copy and a stack dump each hold one; other commands return
-at once."""
+"""Threads for commands. A checkpoint, a copy and a stack dump each hold one for a while."""
 BEAT_S = 1.0
 """Time between two beats. Each beat waits this long for a frame that can carry it."""
 _ATTACH_TIMEOUT_S = 10.0
 
 
 class AgentServer(AuthenticatedServer):
-    """Serves one controller at a time, from construction until `close`. Raises the errors of
-    `AuthenticatedServer`.
+    """Serves one controller at a time, until `close`. Raises the errors of `AuthenticatedServer`.
 
     Args:
         address: this node's address, on which it listens.

@@ -43,8 +43,7 @@ class FaultRecord:
         return tuple(FaultFired(**json.loads(line)) for line in lines)
 
     def retain_only(self, faults: Collection[str]) -> None:
-        """Removes all other faults, which an earlier run of the job left. Called at the start of a
-        run only.
+        """Removes all other faults, left by an earlier run. Called only at the start of a run.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -78,8 +77,7 @@ class FaultRecord:
 
 
 class FaultSchedule:
-    """The faults that are still to be injected, according to the record. Safe to use from any
-    thread.
+    """The faults that are still to be injected. Safe to use from any thread.
 
     The list may grow at any time (`set_faults`). A lock guards the remaining firings. It is held
     while a fault is recorded, so that no firing is counted twice or missed.

@@ -5,8 +5,7 @@
 A fault is a call with literal arguments. `step` is the current step, or the step of a checkpoint,
 counted from 1; the fault is injected at the first opportunity from that step on. `rank` is a rank
 in the current generation, `node` is the index of a node in rank order, and `worker` is a worker's
-number in `role`. A fault is injected `times` times in total, even if a later generation repeats the
-step.
+number in `role`. A fault is injected `times` times, even if a later generation repeats the step.
 """
 
 from __future__ import annotations

@@ -131,8 +131,7 @@ class RoleContext:
 
         `tokens` is a counter. For each other metric and each step of the job, the page shows the
         mean, the least and the greatest of the values that the role's workers have reported;
-        /metrics has the mean as `rayzero_role_value{role=..., name=...}`, for up to 100 names of
-        each role.
+        /metrics has the mean as `rayzero_role_value{role=..., name=...}`, for up to 100 names.
 
         Raises:
             EngineError: a value is not a number; or a name is empty, longer than 128 characters, or

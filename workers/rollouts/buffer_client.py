@@ -22,8 +22,7 @@ from rayzero.workers.authenticated import MessageConnection
 from rayzero.workers.rollouts.address import BufferAddress
 
 POLL_S = 10.0
-"""How long the buffer may hold a request until it can answer. Then the client repeats the
-request."""
+"""How long the buffer may hold a request that it cannot answer yet. Then the client repeats it."""
 _CONNECT_S = 5.0
 """Limit for one attempt to connect. Attempts are repeated up to the client's limit."""
 _RETRY_S = 0.1
@@ -34,8 +33,7 @@ class RolloutClient:
     call at a time.
 
     Args:
-        find: returns the current buffer's address; None if there is no buffer at the moment: calls
-            then wait.
+        find: returns the current buffer's address; None: there is none, and calls wait.
         timeout_s: how long a reply may take beyond the call's `limit_s`; and how long a call is
             repeated while no buffer answers.
     """
@@ -112,8 +110,7 @@ class RolloutClient:
 
 
 class RolloutLog:
-    """The log in the trainer's buffer, as a `SampleLog`. Also sends the prompts that the buffer
-    wants.
+    """The log in the trainer's buffer, as a `SampleLog`. Also sends the buffer its prompts.
 
     All ranks of a generation read from one buffer, so that they train on the same samples. If that
     buffer is lost, the next generation reads from another one. Reads after `open` are from the

@@ -13,8 +13,7 @@ discarded. A task that was begun at version v is due in the batch of step v + ma
 latest. The log is in the order of prompts, except that prompts that are not ready are passed over
 as long as every due task still has its place. That is one inequality for each step d: at most
 (d + 1) * prompts_per_batch - len(log) tasks that are not in the log are due by d. The inequalities
-hold when a task is begun, because no more prompts could be begun by then; appending to the log
-preserves them.
+hold when a task is begun, because no more prompts could be begun by then; the log preserves them.
 """
 
 from __future__ import annotations
@@ -182,8 +181,7 @@ class RolloutLedger:
                 self._leases[attempt] = replace(lease, until_s=until_s)
 
     def lose(self, workers: Iterable[int]) -> None:
-        """Ends the leases of lost workers, which get no tasks any more. Ignores workers that were
-        reported before."""
+        """Ends the leases of lost workers, which get no more tasks. Ignores those known before."""
         newly_lost = {*workers} - self._lost
         if newly_lost:
             self._lost |= newly_lost
@@ -231,8 +229,7 @@ class RolloutLedger:
             self._begin_log(consumed)
 
     def wanted(self) -> list[int]:
-        """Returns the numbers of the prompts to issue, up to a batch ahead of those that may be
-        begun."""
+        """Returns the numbers of the prompts to issue, a batch ahead of those that may be begun."""
         stop = self._admitted + self.plan.prompts_per_batch
         if self.plan.prompts is not None:
             stop = min(stop, self.plan.prompts)
@@ -260,8 +257,7 @@ class RolloutLedger:
         return [(task.number, task.content) for task in entries]
 
     def consumed_at(self, position: int) -> Consumed | None:
-        """Returns the prompts before a position; None if too few are ready. Raises DataError as
-        `read` does."""
+        """Returns the prompts before a position; None if too few are ready. Raises as `read`."""
         return None if self.read(position, position) is None else self._at(position)
 
     def counts(self) -> RolloutCounts:
@@ -311,8 +307,7 @@ class RolloutLedger:
         return self._nbytes + (unfinished + 1) * mean <= self.plan.max_bytes
 
     def _return(self, leases: Iterable[TaskLease]) -> bool:
-        """Ends leases without a result, so that their tasks wait again. Returns whether there are
-        any."""
+        """Ends leases without a result: their tasks wait again. Returns whether there are any."""
         ended = list(leases)
         for lease in ended:
             del self._leases[lease.attempt]

@@ -31,8 +31,7 @@ ROLLOUTS_THREAD = "rayzero-rollouts"
 _EXPIRY_S = 1.0
 """How often the server looks for expired leases while a request waits."""
 _ASK_AGAIN_S = 5.0
-"""If a rank does not send the prompts that it was asked for, another rank is asked after this
-time."""
+"""Time after which another rank is asked for prompts that the first one has not sent."""
 _ISSUED_AT_ONCE = 256
 
 

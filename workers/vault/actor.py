@@ -1,5 +1,4 @@
-"""The Ray actor of a vault, which is also its node's agent. Imports no torch, so that it starts
-fast.
+"""The Ray actor of a vault, which is its node's agent, too. Imports no torch, so it starts fast.
 
 The actor is created on its node with `num_cpus=0` and `max_concurrency=VAULT_CALL_THREADS`. The
 controller calls `open` to get its address, and `wait_end` to watch whether it lives; commands then

@@ -45,8 +45,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class VaultClient:
-    """A worker's connection to its vault, from construction until `close`. Safe to use from any
-    thread.
+    """A worker's session with its vault, until `close`. Safe to use from any thread.
 
     Every call may raise VaultGoneError, at the latest at its timeout. A client never reconnects: a
     new vault has a new address. Owns an idle thread, `rayzero-liveness`, which the vault watches to
@@ -178,8 +177,7 @@ class VaultClient:
             self._socket.close()
 
     def _map(self, fd: int) -> SlotMapping:
-        """Returns the buffer's existing mapping, or a new one if there is none or the buffer has
-        grown since."""
+        """Returns the buffer's mapping: the existing one, unless the buffer has grown since."""
         key = _buffer_key(fd)
         mapping = self._mappings.get(key)
         if mapping is None or not mapping.covers(fd):
@@ -257,7 +255,6 @@ class VaultClient:
 
 
 def _buffer_key(fd: int) -> tuple[int, int]:
-    """Returns a key that is the same for all descriptors of a buffer, as long as one of them or a
-    mapping exists."""
+    """Returns a buffer's key, the same for all descriptors while one or a mapping exists."""
     status = os.fstat(fd)
     return status.st_dev, status.st_ino

@@ -73,8 +73,7 @@ class HealthCheck:
             self._thread.start()
 
     def report(self) -> HealthReport | None:
-        """Returns the report of the last check; None while it is in progress, or if none was
-        begun."""
+        """Returns the report of the last check; None before the first, and during a check."""
         with self._lock:
             return None if self._report is None else replace(self._report, unix_s=time())
 

@@ -34,14 +34,12 @@ for all readers together."""
 
 FetchRemote: TypeAlias = Callable[[SlotRef, int, int], memoryview]
 """(version, offset, length) -> bytes of an image on another node: at most `FETCH_CHUNK_BYTES`, and
-fewer than `length` at the image's end. The other node verifies the data before a read at offset 0
-that is longer than the header; `length` is then the size of the image, which sets the time
-limit."""
+fewer than `length` at the image's end. The other node first verifies the data for a read at offset
+0 of more than the header; `length` is then the size of the image, which sets the time limit."""
 
 
 def require_version(header: SlotHeader | None, ref: SlotRef) -> SlotHeader:
-    """Returns the header. Raises SlotGoneError if it is the header of another version, or of an
-    incomplete one."""
+    """Returns the header. Raises SlotGoneError unless it is that of the complete version `ref`."""
     if header is None or not header.holds(ref):
         raise SlotGoneError.of(ref)
     return header

@@ -60,8 +60,7 @@ def measure_memory(slower: int) -> dict[str, float]:
 
 
 def measure_disk(_: int) -> dict[str, float]:
-    """Returns the free GiB of the folder for temporary files. Raises OSError if none can be
-    written."""
+    """Returns the free GiB for temporary files. Raises OSError if none can be written."""
     content = os.urandom(_FILE_BYTES)
     with TemporaryFile(buffering=0) as file:
         file.write(content)
@@ -74,8 +73,7 @@ def measure_disk(_: int) -> dict[str, float]:
 
 
 def measure_shared_memory(_: int) -> dict[str, float]:
-    """Returns the GiB that are available for shared memory. Raises OSError if none can be
-    allocated."""
+    """Returns the GiB free for shared memory. Raises OSError if none can be allocated."""
     file = os.memfd_create("rayzero-health", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(file, 0, _FILE_BYTES)

@@ -13,8 +13,7 @@ _HARDWARE_SLOWDOWN = 0x8 | 0x40 | 0x80
 """nvmlClocksEventReason: HwSlowdown, HwThermalSlowdown, HwPowerBrakeSlowdown. The driver's own
 limits of power and temperature are not included, because they are usual in training."""
 _BROKEN_XIDS = frozenset({48, 64, 74, 79, 95, 119, 120})
-"""Xids of broken memory, broken links and lost GPUs. Others are errors of a program, or have been
-corrected."""
+"""Xids of broken memory, broken links and lost GPUs. Others are program errors or corrected."""
 _XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)")
 _KERNEL_LOG = "/dev/kmsg"
 

@@ -55,8 +55,7 @@ def enable_crash_report() -> TextIO:
 
 
 def crash_report_fd() -> int:
-    """Returns the descriptor of this process's crash report; -1 if crash reports are not
-    enabled."""
+    """Returns the descriptor of this process's crash report; -1 if there is none."""
     return enable_crash_report().fileno() if enable_crash_report.cache_info().currsize else -1
 
 
@@ -107,8 +106,7 @@ def _wait_exited(pidfds: tuple[int, ...]) -> None:
 
 
 def _exit_status(pidfd: int) -> int | None:
-    """Returns the exit status as `waitpid` does; None if the process lives, or the kernel reports
-    none."""
+    """Returns the status as `waitpid` does; None if the process lives, or the kernel has none."""
     try:
         request = _PIDFD_INFO.pack(_INFO_EXIT, *[0] * 13)
         reply = _PIDFD_INFO.unpack(fcntl.ioctl(pidfd, _PIDFD_GET_INFO, request))

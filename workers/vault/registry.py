@@ -263,17 +263,15 @@ class SlotRegistry:
             return sum(version.nbytes for _, version in self._versions_to_copy(ref))
 
     def copied(self, ref: SlotRef, nbytes: int) -> None:
-        """Notes that all nodes that are to have a version have it, and that `nbytes` were
-        copied."""
+        """Notes that all nodes that are to have a version have it, after `nbytes` were copied."""
         with self._lock:
             for entry, _ in self._versions_to_copy(ref):
                 write_copied(entry.buffer.fd, nbytes)
 
     def let_go(self, generation: int, step: int) -> None:
         """Unpins what was kept for other nodes: replicas of older steps, and all versions of older
-        generations. All ranks' versions of `step` in `generation` are on other nodes. The writers
-        unpin the originals of this generation. A rank's newest replica stays until its generation
-        is over."""
+        generations. Called when all ranks' versions of `step` in `generation` are on other nodes.
+        Writers unpin this generation's originals. The newest replica stays with its generation."""
         with self._lock:
             for entry, version in self._complete_versions():
                 is_older = version.step < step and entry.owner is None
@@ -303,8 +301,7 @@ class SlotRegistry:
     # The methods below are called with the lock held.
 
     def _add(self, entry: _Entry) -> None:
-        """Adds a buffer. If the vault was closed during the allocation, frees the buffer and raises
-        VaultGoneError."""
+        """Adds a buffer. Frees it and raises VaultGoneError if the vault was closed meanwhile."""
         if self._is_closed:
             self._pool.free([entry.buffer])
             raise VaultGoneError("the vault is closed")
@@ -336,8 +333,8 @@ class SlotRegistry:
         self._release(dropped)
 
     def _release(self, dropped: list[_Entry]) -> None:
-        """Releases the buffers of dropped entries. The last reader of a buffer that is being read
-        releases it."""
+        """Releases the buffers of dropped entries, or leaves that to the last reader of a
+        buffer."""
         unread = [entry for entry in dropped if not entry.readers]
         self._pool.release([entry.buffer for entry in unread if entry.reusable])
         self._pool.free([entry.buffer for entry in unread if not entry.reusable])

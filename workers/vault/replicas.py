@@ -25,8 +25,7 @@ from rayzero.workers.vault.registry import SlotRegistry
 from rayzero.workers.vault.slots import PAGE_BYTES
 
 MAX_REPLICATE_CALLS = 3
-"""How many calls of `pull` may be in flight; all but one of them wait. Fewer than the vault's
-threads."""
+"""Most calls of `pull` in flight, of which all but one wait. Fewer than the vault's threads."""
 RETRY_BACKOFF_S = (1.0, 4.0, 16.0, 60.0)
 """Wait before each further attempt to copy to a node; the last value repeats."""
 TRANSFER_GRACE_S = 600.0
@@ -101,8 +100,7 @@ class Replicas:
             self._pulls.release()
 
     def close(self) -> None:
-        """Aborts copies to this vault at their next chunk, and ends waits for a further attempt.
-        Idempotent."""
+        """Aborts copies to this vault at their next chunk. Ends waits for a retry. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -135,8 +133,7 @@ class Replicas:
             return None
 
     def _postpone(self, node: str, ref: SlotRef, pause_s: float) -> None:
-        """Puts an order back, and waits before the next attempt. Drops the order if its generation
-        is over."""
+        """Puts an order back and waits before the next attempt, unless its generation is over."""
         with self._changed:
             if ref.generation == self._generation:
                 self._orders[node].append(ref)

@@ -71,8 +71,7 @@ class WorkerRequests:
     def open_version(
         self, peer: Peer, generation: int, rank: int, step: int, node_id: str
     ) -> Descriptors:
-        """Returns the buffer of a version in this vault; nothing if the version is on another
-        node."""
+        """Returns the buffer of a version in this vault; nothing if another node has it."""
         if node_id != self._node_id:
             return []
         return [self._registry.open_version(SlotRef(generation, rank, step, node_id))]
@@ -81,8 +80,7 @@ class WorkerRequests:
         self, peer: Peer, generation: int, rank: int, step: int, node_id: str
     ) -> Descriptors:
         """Returns a buffer with the weights of a version; nothing while they are being copied to
-        this node. Does not wait: readers must not use up the threads for slow requests, which ranks
-        need."""
+        this node. Does not wait: readers must not use up the ranks' threads for slow requests."""
         ref = SlotRef(generation, rank, step, node_id)
         if node_id == self._node_id or self._registry.has_version(ref):
             return [self._registry.open_version(ref)]

@@ -1,5 +1,4 @@
-"""The vault of one node, without Ray: the methods that the controller calls by
-`VaultGroup.call`."""
+"""The vault of one node, without Ray. The controller calls its methods by `VaultGroup.call`."""
 
 from __future__ import annotations
 
@@ -124,8 +123,7 @@ class Vault:
         return self._registry.inventory()
 
     def usage(self) -> dict[str, int]:
-        """Returns the bytes allocated (`slots`, `replicas`, `spare`) and `available` on this
-        machine."""
+        """Returns the bytes of `slots`, `replicas`, `spare`, and `available` on this machine."""
         usage = self._registry.usage() | {"available": self._available_bytes()}
         usage["replicas"] += self._weights.nbytes
         return usage
@@ -159,8 +157,7 @@ class Vault:
     def read(
         self, generation: int, rank: int, step: int, offset: int, length: int
     ) -> NDArray[np.uint8]:
-        """Returns bytes of a version's image, for another node's vault: at most
-        `FETCH_CHUNK_BYTES`.
+        """Returns bytes of a version's image for another node's vault: at most one chunk.
 
         A read at offset 0 of more than the header verifies the data first. Readers begin with such
         a read, so that no damaged data leaves this node. Raises SlotGoneError if this vault does

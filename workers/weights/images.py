@@ -81,9 +81,8 @@ class WeightImage(SlotReader):
         copy_bytes(into, self._bytes[offset : offset + len(into)])
 
     def read_data(self, offset: int, into: memoryview) -> None:
-        """Fills `into` from byte `offset` of the data. The bytes may be used only after `verify`.
-        Reads are fast in the order of the offsets. Raises DataError if these bytes are no
-        weights."""
+        """Fills `into` from byte `offset` of the data. Use the bytes only after `verify`. Reads are
+        fast in the order of the offsets. Raises DataError if these bytes are no weights."""
         size = self.header.constant_bytes
         number = int(offset >= size)
         if not self._parts[number].read(offset - number * size, into):
@@ -117,8 +116,7 @@ class _Part:
         self._chunks: list[int] = []
 
     def read(self, offset: int, into: memoryview) -> bool:
-        """Fills `into` from byte `offset` of the part. Returns False if the bytes are not all in
-        the part."""
+        """Fills `into` from byte `offset`. Returns False if not all bytes are in the part."""
         end = offset + len(into)
         if not 0 <= offset <= end <= len(self._data):
             return False
@@ -156,8 +154,7 @@ class WeightSource(StateSource):
     """The weights and buffers of one version. `SlotMappings` owns the mappings of its images.
 
     Args:
-        indexes: the indexes of images that were read before, by checksum. The indexes of `images`
-            are added.
+        indexes: the indexes of earlier images, by checksum. Those of `images` are added.
     """
 
     def __init__(self, images: Sequence[WeightImage], indexes: dict[int, BlockIndex]) -> None:

@@ -58,8 +58,7 @@ class _Loaded(NamedTuple):
 
 
 class LentVersion(NamedTuple):
-    """A version that other processes may read until the function called by `WeightReader.lend`
-    returns.
+    """A version that other processes may read until the `read` of `WeightReader.lend` returns.
 
     Args:
         slots: the slots of all ranks.
@@ -111,8 +110,7 @@ class WeightReader:
         self, model: nn.Module, engine: str | None = None, least: tuple[int, int] = (0, 0)
     ) -> WeightVersion:
         """Copies the newest version into the model's parameters and persistent buffers, in place
-        and cast to their dtypes. Copies nothing if the model has that version. Waits for the first
-        version.
+        and cast to their dtypes, unless the model has that version. Waits for the first version.
 
         Constants, which training does not change, are read once. If this raises, the model may hold
         parts of several versions, until a later call has returned.
@@ -272,8 +270,7 @@ def select_engine(source: StateSource, engine: str | None) -> StateSource:
 
 
 def _read_model(model: nn.Module, source: StateSource, *, skip_constants: bool) -> None:
-    """Copies the source into the model. Raises CheckpointMismatchError before it changes
-    anything."""
+    """Copies the source into the model. Raises CheckpointMismatchError before any change."""
     held, constant = _held_tensors(source)
     ties = source.metadata(0).get("ties", {})
     targets = _targets(model, ties)
