@@ -244,11 +244,11 @@ class Link:
     def __init__(self, relays: bool = False) -> None:
         self._relays = relays
         self._confirmed = 0  # the greatest number passed to `confirm`
-        self._forgotten = 0  # the greatest number that the other end has acknowledged
+        self._acknowledged = 0  # the greatest number that the other end has acknowledged
         self._kept: deque[Frame] = deque()
         self._sent = 0
         self._received = 0
-        self._told = 0  # the number that was last acknowledged to the other end
+        self._acknowledgement = 0  # in the header of the newest frame that was sent
         self._beat_is_due = False
         self._write: Callable[[bytes], object] | None = None
 
@@ -269,7 +269,7 @@ class Link:
     @property
     def acknowledged(self) -> int:
         """The greatest number that the other end has acknowledged."""
-        return self._forgotten
+        return self._acknowledged
 
     def send(self, kind: FrameKind, payload: bytes) -> int:
         """Sends a numbered frame now, and again over each new connection until it is acknowledged.
@@ -286,7 +286,7 @@ class Link:
 
     def acknowledge(self) -> None:
         """Sends a beat that acknowledges what was received, unless a frame has done so since."""
-        if self._received > self._told:
+        if self._received > self._acknowledgement:
             self.beat()
 
     def beat(self) -> None:
@@ -319,7 +319,7 @@ class Link:
 
     def restart(self) -> None:
         """Notes that the other end was replaced: its frames are numbered from 1 again."""
-        self._received = self._told = 0
+        self._received = self._acknowledgement = 0
 
     def drop(self, kind: FrameKind) -> None:
         """Drops the kept frames of a kind, which the other end must not get any more."""
@@ -335,7 +335,7 @@ class Link:
         return is_new
 
     def _forget(self, acknowledged: int) -> None:
-        self._forgotten = max(self._forgotten, acknowledged)
+        self._acknowledged = max(self._acknowledged, acknowledged)
         while self._kept and self._kept[0].number <= acknowledged:
             self._kept.popleft()
 
@@ -346,5 +346,5 @@ class Link:
             self._write(beat + self._header(kind, number, payload) + payload)
 
     def _header(self, kind: FrameKind, number: int, payload: bytes) -> bytes:
-        self._told = self._confirmed if self._relays else self._received
-        return _HEADER.pack(kind, number, self._told, len(payload))
+        self._acknowledgement = self._confirmed if self._relays else self._received
+        return _HEADER.pack(kind, number, self._acknowledgement, len(payload))

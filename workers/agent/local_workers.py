@@ -131,7 +131,9 @@ class LocalWorkers:
             self._due.cancel()
             self._due = None
         if self._batch:
-            batch, self._batch, self._batch_bytes = self._batch, [], 0
+            batch = self._batch
+            self._batch = []
+            self._batch_bytes = 0
             self._unheard = {
                 index for index, worker in self._workers.items() if worker.writer is not None
             }

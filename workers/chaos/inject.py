@@ -72,7 +72,7 @@ class FaultRecord:
         return ConfigError(
             f"the record of injected faults {self._path} cannot be written: {error.strerror}",
             allowed="a writable file in the job's output folder",
-            fix="`output_dir` in the job file, or remove `faults`",
+            fix="change `output_dir` in the job file, or remove `faults`",
         )
 
 

@@ -135,7 +135,8 @@ def _partition_network(seconds: float) -> None:
     restore_routes = [
         ("ip", "route", "replace", *route) for name in names for route in _interface_routes(name)
     ]
-    down, up = ([("ip", "link", "set", name, to) for name in names] for to in ("down", "up"))
+    down = [("ip", "link", "set", name, "down") for name in names]
+    up = [("ip", "link", "set", name, "up") for name in names]
     script = "\n".join(map(shlex.join, [*down, ("sleep", f"{seconds:g}"), *up, *restore_routes]))
     _run_command("sh", "-c", f"(\n{script}\n) >/dev/null 2>&1 </dev/null &")
 

@@ -271,7 +271,8 @@ def _random_fault(
 def _spread_steps(draw: random.Random, count: int, steps: int) -> Iterator[int]:
     """Yields a random step from each of `count` equal ranges of the steps from 2 on."""
     for part in range(count):
-        first, end = (2 + (steps - 1) * edge // count for edge in (part, part + 1))
+        first = 2 + (steps - 1) * part // count
+        end = 2 + (steps - 1) * (part + 1) // count
         yield draw.randint(first, max(first, end - 1))
 
 
@@ -337,7 +338,7 @@ def _check_value(key: str, value: Any) -> Any:
     if key == "role":
         if isinstance(value, str) and value:
             return value
-        raise ConfigError(f"role={value!r}", 'the name of a role, as role="rollout"')
+        raise ConfigError(f"role={value!r}", 'the name of a role, such as role="rollout"')
     if type(value) is int and value >= _MINIMUM[key]:
         return value
     raise ConfigError(f"{key}={value!r}", f"a whole number, {_MINIMUM[key]} or more")

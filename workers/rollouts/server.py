@@ -191,7 +191,9 @@ class RolloutServer(MessageServer):
             (number * group + member, sample)
             for number, samples in entries
             for member, sample in enumerate(samples)
-        ][start - first * group :][:count]
+        ]
+        skipped = start - first * group
+        numbered = numbered[skipped : skipped + count]
         numbers = [number for number, _ in numbered]
         return reply | {"numbers": numbers}, [sample for _, sample in numbered]
 

@@ -88,7 +88,7 @@ class VaultActor(Vault):
         return AgentAddress(self.address(), host, self._agent.port, self._agent.secret)
 
     def wait_end(self, controller: Attach) -> None:
-        """Waits until it is called again, as by a later controller. Returns at once for a
+        """Waits until this method is called again, as by a later controller. Returns at once for a
         controller that has been superseded. Each call holds a thread, also if its caller has ended.
         Ray fails the call, with the cause, when this process or its node ends."""
         asked_again = Event()

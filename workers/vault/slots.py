@@ -148,7 +148,7 @@ class SlotHeader(NamedTuple):
             raise SlotDamagedError(
                 f"a vault slot of format version {version}",
                 f"version {_FORMAT_VERSION}",
-                "the same version of rayzero on all nodes",
+                "install the same version of rayzero on all nodes",
             )
         return cls._make([*fields, SlotChecksums(weights, rest) if hashed else None])
 
@@ -332,7 +332,7 @@ class SlotWriter:
             raise SlotRoomError(
                 f"the state's metadata takes {len(metadata):,} bytes as JSON",
                 f"up to {METADATA_CAPACITY:,}",
-                "smaller values in the optimizer's param groups or in the LR scheduler's state",
+                "store less in the optimizer's param groups and in the LR scheduler's state",
             )
         start = self._header.metadata_offset
         self._map[start : start + len(metadata)] = metadata

@@ -210,8 +210,8 @@ class WeightReader:
                 f"no version of the trainer's weights could be read for {self._limit_s:g} s: "
                 + reason,
                 allowed="a job whose ranks train, and mirror their state (recovery.replicas: 1)",
-                fix="recovery.replicas, or the time that the role may wait; if versions are "
-                "overwritten before they are here, a longer recovery.mirror_every",
+                fix="set recovery.replicas, or let the role wait longer; if versions are "
+                "overwritten before they are read, set a longer recovery.mirror_every",
             )
         sleep(POLL_S)
 
@@ -264,7 +264,7 @@ def select_engine(source: StateSource, engine: str | None) -> StateSource:
         raise ConfigError(
             f"weights of an engine {engine!r}",
             allowed=list_engines(source),
-            fix="refresh(model, engine=...), or the name in the trainer's initialize(name=...)",
+            fix="pass refresh(engine=...) the name in the trainer's initialize(name=...)",
         )
     return open_part(source, found)
 
@@ -330,5 +330,5 @@ def _check_fits(own: Mapping[str, LogicalTensor], held: Mapping[str, LogicalTens
         raise CheckpointMismatchError(
             error.seen.replace("saved state", "trainer's state"),
             allowed="a model with the names and shapes of the trainer's; dtypes may differ",
-            fix="make the model as the training function does, or refresh(model, engine=...)",
+            fix="make the model as the training function does, or call refresh(model, engine=...)",
         ) from None
