@@ -126,12 +126,11 @@ class RoleContext:
         )
 
     def report(self, **metrics: float) -> None:
-        """Adds metrics of this worker: `ctx.report(reward=1.0, tokens=312)`. Any thread may call
-        it.
+        """Adds metrics of this worker, from any thread: `ctx.report(reward=1.0, tokens=312)`.
 
         `tokens` is a counter. For each other metric and each step of the job, the page shows the
         mean, the least and the greatest of the values that the role's workers have reported;
-        /metrics has the mean as `rayzero_role_value{role=..., name=...}`, for up to 100 names.
+        /metrics has the mean as `rayzero_role_value{role=..., name=...}`, up to 100 names a role.
 
         Raises:
             EngineError: a value is not a number; or a name is empty, longer than 128 characters, or

@@ -117,9 +117,7 @@ class Tasks:
         self._check = check
         self._takes = RolloutClient(find, timeout_s)
         self._results = RolloutClient(find, timeout_s)  # a second one, used while a take waits
-        self._held: WeakSet[Task] = (
-            WeakSet()
-        )  # weak: tasks that the function drops are leased again
+        self._held: WeakSet[Task] = WeakSet()  # tasks that the function drops are leased again
 
     def __iter__(self) -> Iterator[Task]:
         return self
