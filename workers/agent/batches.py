@@ -1,7 +1,8 @@
-"""A batch of what a node's workers have sent: their reports of a step in one record, others in one.
+"""Batches of what a node's workers have sent, which their agent makes for the controller.
 
-A controller has thousands of workers. What it does for each frame costs more than what it does with
-the numbers in it, so an agent combines the frames that say how far a worker is, and equal answers.
+A controller has thousands of workers, and handling a frame costs it more than handling the numbers
+in the frame. An agent therefore combines the workers' reports of the same step into one record, the
+other messages about their progress into another one, and equal answers into one answer.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from rayzero.workers.messages import Heartbeat, StepReport, WorkerMessage
 from rayzero.workers.step_rows import NodeMessages, NodeRecord, combine, combine_beats
 
 _COMBINED = (FrameKind.STEPS, FrameKind.QUIET, FrameKind.CHANGES)
-_Sent: TypeAlias = tuple[int, int, WorkerMessage]  # the worker, and the number of its frame
+_Sent: TypeAlias = tuple[int, int, WorkerMessage]  # (worker, number of its frame, message)
 
 
 class NodeBatch(NamedTuple):
     """The messages of a node's workers.
 
     Args:
-        combined: (worker, number) of each frame that the records are from. A worker's come before
-            its other frames.
-        records: the reports of each step, other messages, and heartbeats, in this order; each
-            with the numbers of its workers' frames.
-        frames: all other frames, as they came.
-        answers: the payload of an answer, and the workers that have given it.
+        combined: (worker, number) of each frame that was combined into the records. These frames
+            precede all other frames of the same worker.
+        records: the reports of each step, other messages, and heartbeats, in this order. Each
+            record comes with the numbers of the frames that its messages are from.
+        frames: the frames that were not combined, as they arrived.
+        answers: the payload of each answer, with the workers that gave it.
     """
 
     combined: list[tuple[int, int]]
@@ -38,23 +39,24 @@ class NodeBatch(NamedTuple):
 
 
 def make_batch(received: Iterable[tuple[int, Frame]]) -> NodeBatch:
-    """Combines workers' frames; those of each worker are in order."""
+    """Combines (worker, frame) pairs into a batch. The frames of each worker must be in order."""
     batch = NodeBatch([], [], [], [])
     answers: defaultdict[bytes, list[int]] = defaultdict(list)
     reports: defaultdict[tuple[int, int, tuple[str, ...]], list[_Sent]] = defaultdict(list)
     changes: list[_Sent] = []
     beats: list[_Sent] = []
     changed: set[int] = set()
-    others: set[int] = set()  # workers with a frame that is not combined: no later one may be
+    # Workers with a frame that is not combined: their later frames must not be combined either.
+    uncombined: set[int] = set()
     for worker, frame in received:
         if frame.kind is FrameKind.ANSWER:
             answers[frame.payload].append(worker)
             continue
         messages: list[WorkerMessage] | None = None
-        if frame.kind in _COMBINED and worker not in others:
+        if frame.kind in _COMBINED and worker not in uncombined:
             messages = pickle.loads(frame.payload)
         if messages is None or _is_step_after_change(messages, has_changed=worker in changed):
-            others.add(worker)
+            uncombined.add(worker)
             batch.frames.append(WorkerFrame(worker, frame.number, frame.payload))
             continue
         batch.combined.append((worker, frame.number))
@@ -68,7 +70,7 @@ def make_batch(received: Iterable[tuple[int, Frame]]) -> NodeBatch:
             else:
                 changes.append(sent)
                 changed.add(worker)
-    # One worker may be steps ahead in its messages, and each worker's steps must stay in order.
+    # A worker's messages may be from several steps, which must stay in order.
     for key in sorted(reports, key=lambda key: key[:2]):
         workers, numbers, of_step = zip(*reports[key], strict=True)
         batch.records.append((combine(workers, of_step), numbers))
@@ -81,7 +83,8 @@ def make_batch(received: Iterable[tuple[int, Frame]]) -> NodeBatch:
 
 
 def _is_step_after_change(messages: list[WorkerMessage], *, has_changed: bool) -> bool:
-    """Whether a worker has reported a step after a change, which would come before it."""
+    """Returns whether a worker has reported a step after a change. The records would put the step
+    before the change."""
     for message in messages:
         if has_changed and isinstance(message, StepReport):
             return True

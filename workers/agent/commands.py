@@ -1,4 +1,4 @@
-"""Runs the controller's commands in a worker's process, each once."""
+"""Runs the controller's commands in a worker's process, each exactly once."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rayzero.engine.errors import RayzeroError
 from rayzero.workers.agent.link import Obedience, WorkerCommand, unpack_call
 
 COMMAND_THREADS = 3
-"""Of commands that run concurrently: salvage may take long, and stacks must not wait for it."""
+"""Threads for commands that run concurrently: a stack dump must not wait for a long salvage."""
 
 
 def run_call(target: Any, method: str, arguments: Sequence[Any], *head: Any) -> bytes:
-    """Calls a method; its pickled reply is (*head, error or None, result)."""
+    """Calls a method of `target`. Returns the pickled reply: (*head, error or None, result)."""
     result, error = None, None
     try:
         result = getattr(target, method)(*arguments)
-    except Exception as raised:  # noqa: BLE001  # it is the caller's
+    except Exception as raised:  # noqa: BLE001  # any error goes to the caller
         error = raised
     try:
         return pickle.dumps((*head, error, result), pickle.HIGHEST_PROTOCOL)
@@ -29,11 +29,11 @@ def run_call(target: Any, method: str, arguments: Sequence[Any], *head: Any) -> 
 
 
 class CommandRunner:
-    """Those that are sent to many workers run on one thread, in their order; those whose sender
-    waits for the result run on others. The threads end with the process.
+    """Runs commands on its own threads, which end with the process. Commands that are `in_order`
+    run one after another on one thread; the others run concurrently.
 
     Args:
-        target: its methods are called.
+        target: the object whose methods the commands call.
         answer: sends an answer; called by any of the threads.
     """
 
@@ -41,13 +41,13 @@ class CommandRunner:
         self._target = target
         self._answer = answer
         self._obedience = Obedience()
-        self._newest = 0  # of the commands of that controller
+        self._newest = 0  # the greatest number of the obeyed controller's commands
         self._in_order = ThreadPoolExecutor(1, "rayzero-order")
         self._concurrent = ThreadPoolExecutor(COMMAND_THREADS, "rayzero-command")
 
     def begin(self, command: WorkerCommand) -> None:
         """Begins a command, unless it has come before, over another agent's stream, or its
-        controller has lost the job. Called by one thread."""
+        controller has been superseded. Called by one thread."""
         controller, number = command.controller, command.number
         if not self._obedience.accepts(controller):
             return
@@ -60,7 +60,7 @@ class CommandRunner:
 
     def _run(self, command: WorkerCommand) -> None:
         if command.controller != self._obedience.obeyed:
-            return  # it has lost the job since
+            return  # the controller was superseded meanwhile
         method, arguments = unpack_call(command.call)
         reply = run_call(self._target, method, (*arguments, *command.own))
         self._answer(pickle.dumps((command.controller.controller, command.number, reply)))

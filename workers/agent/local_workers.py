@@ -1,7 +1,7 @@
-"""Passes the messages of a node's workers on in batches, and passes commands to them.
+"""Passes messages of a node's workers to the controller in batches, and commands to the workers.
 
-A worker's frames are acknowledged once the controller has acknowledged the batch that they are in:
-what an agent has when it dies, its workers send to the next one.
+A worker's frame is acknowledged when the controller has acknowledged the batch that holds it. If an
+agent dies, its workers send the unacknowledged frames to the next agent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rayzero.workers.agent.link import (
 REPORTS_DELAY_S = 0.05
 """How long the first reports of a batch wait for those of the node's other workers."""
 QUIET_DELAY_S = 0.5
-"""How long messages wait that say only that a worker lives."""
+"""How long messages wait that only say that a worker lives."""
 _BRIEFLY = (FrameKind.REPORTS, FrameKind.STEPS)
 _BIND_RETRY_S = 0.1
 _MAX_BATCH_BYTES = 2**20
@@ -39,11 +39,11 @@ _MAX_BATCH_BYTES = 2**20
 
 @dataclass(eq=False)
 class _LocalWorker:
-    """A worker's stream, kept when its connection ends.
+    """A worker's stream, which is kept when its connection ends.
 
     Args:
-        writer: of the connection, if there is one.
-        pidfd: of its process; -1: that is not known, or the kernel shows it to nobody here.
+        writer: the writer of the current connection; None: there is no connection.
+        pidfd: refers to the worker's process; -1: the process is unknown, or has no pidfd here.
     """
 
     link: Link = field(default_factory=lambda: Link(relays=True))
@@ -52,11 +52,12 @@ class _LocalWorker:
 
 
 class LocalWorkers:
-    """Used on the agent's event loop.
+    """The streams of a node's workers. Used on the agent's event loop.
 
     Args:
-        send: sends a batch to the controller; returns its number.
-        on_end: called at the end of a worker's process, with its index, its pid and a pidfd of it.
+        send: sends a batch to the controller; returns the number of its frame.
+        on_end: called at the end of a worker's process, with the worker's index, its pid and a
+            pidfd, or -1.
     """
 
     def __init__(
@@ -75,12 +76,12 @@ class LocalWorkers:
 
     @property
     def last_index(self) -> int:
-        """The greatest of the workers heard of; -1: none."""
+        """The greatest index of the known workers; -1: none."""
         return max(self._workers, default=-1)
 
     async def serve(self, address: str) -> None:
-        """Listens until it is cancelled. The process of an earlier agent may still have the
-        address, while its memory is freed."""
+        """Listens until it is cancelled. Waits for the address, which the process of an earlier
+        agent may still hold while its memory is freed."""
         while True:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -96,8 +97,8 @@ class LocalWorkers:
             await server.serve_forever()
 
     def command(self, controller: Attach, command: NodeCommand) -> None:
-        """Passes a command to its workers, once they are connected. What a worker does not read
-        waits here, which is bounded by the number of commands that the controller sends it."""
+        """Passes a command to its workers, once they are connected. Commands that a worker does not
+        read wait here; the controller bounds their number."""
         number, in_order, call, own = command
         for index, arguments in own.items():
             worker = self._workers.setdefault(index, _LocalWorker())
@@ -122,7 +123,7 @@ class LocalWorkers:
         elif frame.kind in _BRIEFLY and self._unheard:
             self._flush_within(REPORTS_DELAY_S)
         else:
-            self._flush_within(0.0)  # with what this turn of the loop brings
+            self._flush_within(0.0)  # with all frames of this iteration of the event loop
 
     def flush(self) -> None:
         """Sends the messages received so far."""
@@ -130,14 +131,18 @@ class LocalWorkers:
             self._due.cancel()
             self._due = None
         if self._batch:
-            batch, self._batch, self._batch_bytes = self._batch, [], 0
-            self._unheard = {index for index, it in self._workers.items() if it.writer is not None}
+            batch = self._batch
+            self._batch = []
+            self._batch_bytes = 0
+            self._unheard = {
+                index for index, worker in self._workers.items() if worker.writer is not None
+            }
             payload = pickle.dumps(make_batch(batch), pickle.HIGHEST_PROTOCOL)
             newest = {worker: frame.number for worker, frame in batch}
             self._unconfirmed.append((self._send(payload), newest))
 
     def on_acknowledged(self, number: int) -> None:
-        """The controller has the batches up to that number."""
+        """Acknowledges the workers' frames in the batches up to that number."""
         confirmed: dict[int, int] = {}
         while self._unconfirmed and self._unconfirmed[0][0] <= number:
             confirmed |= self._unconfirmed.popleft()[1]
@@ -169,15 +174,16 @@ class LocalWorkers:
                     worker.writer = None
                     worker.link.close()
                     self._unheard.discard(index)
-                    if worker.pidfd < 0:  # there is no other sign of its end
+                    if worker.pidfd < 0:  # the connection's end is the only sign of its end
                         self._on_end(index, pid, -1)
         except (OSError, EOFError, ValueError):
-            pass  # its process has ended, or it is a stranger
+            pass  # the worker's process has ended, or the peer is no worker
         finally:
             writer.transport.abort()
 
     def _watch(self, index: int, pid: int) -> None:
-        """Sees the end of a worker's process, of which a child may hold the connection."""
+        """Watches for the end of a worker's process. The end of its connection is not enough: a
+        child process may hold the connection open."""
         worker = self._workers[index]
         if worker.pidfd < 0:
             with suppress(OSError):
@@ -189,7 +195,7 @@ class LocalWorkers:
         loop = asyncio.get_running_loop()
         loop.remove_reader(worker.pidfd)
         worker.link.drop(FrameKind.COMMAND)
-        # After its messages, which are being read now.
+        # The end is reported after the worker's last messages, which are still being read.
         loop.call_later(REPORTS_DELAY_S, self._report_end, index, pid, worker.pidfd)
 
     def _report_end(self, index: int, pid: int, pidfd: int) -> None:

@@ -1,5 +1,4 @@
-"""A worker's stream to the agent of its node, as long as the process lives: it sends messages and
-answers, and receives commands."""
+"""A worker's stream to the agent of its node: sends messages and answers, and receives commands."""
 
 from __future__ import annotations
 
@@ -35,21 +34,21 @@ BEAT_S = 1.0
 _RETRY_S = 0.1
 _MAX_FRAMES = 64
 _MAX_BYTES = 4 * 2**20
-"""Of frames that are sent and not acknowledged; later messages wait in the outbox, which drops log
-lines and details of reports that it has no room for."""
+"""Limit for frames that are sent and not acknowledged. Beyond it, messages wait in the outbox,
+which drops log lines and details of reports for which it has no room."""
 _WAITS = (Heartbeat, LogLine, RoleReport, StepReport)
 _CHANGES = (Heartbeat, StepReport, Joined, Prepared, Restored, Mirrored, Pinned, Stopped)
 
 
 class MessageSender:
-    """Owns two daemon threads: one sends messages; the other connects, again when the agent is
-    another one, and receives.
+    """A worker's end of the stream, as long as its process lives. Owns two daemon threads: one
+    sends messages; the other connects to the agent, and to the agent's successors, and receives.
 
     Args:
-        address: of the agent's socket for workers.
+        address: the agent's socket for workers.
         worker: this worker's index.
         poll: returns messages, after at most the given time, in seconds.
-        commands: its methods are called by the controller.
+        commands: the object whose methods the controller's commands call.
     """
 
     def __init__(
@@ -69,12 +68,14 @@ class MessageSender:
         Thread(target=self._send_messages, name=SENDER_THREAD, daemon=True).start()
 
     def wait_connected(self, limit_s: float) -> bool:
-        """Waits until it has a connection: from then on the agent sees the process end."""
+        """Waits until the stream has a connection: from then on the agent sees the end of this
+        process. Returns False at the limit."""
         with self._changed:
             return self._changed.wait_for(lambda: self._link.is_open, limit_s)
 
     def _send_messages(self) -> None:
-        """Messages wait in the outbox while there is no connection, or too much is on its way."""
+        """Sends messages. They wait in the outbox while there is no connection, or too many frames
+        are not acknowledged."""
         while True:
             with self._changed:
                 self._changed.wait_for(self._has_room)
@@ -103,19 +104,19 @@ class MessageSender:
         while True:
             try:
                 self._serve_connection()
-            except (OSError, EOFError):  # there is no agent, or not yet
+            except (OSError, EOFError):  # the agent is gone, or does not listen yet
                 time.sleep(_RETRY_S)
             finally:
                 with self._changed:
                     self._link.close()
 
     def _serve_connection(self) -> None:
-        """Connects, and receives until the connection's end, which it raises."""
+        """Connects, and receives until the connection ends. Raises OSError or EOFError then."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(self._address)
             if peer_of(connection)[1] != os.getuid():
                 raise PermissionError("another user listens at the agent's address")
-            self._link.restart()  # the numbers of this agent; commands that come again are known
+            self._link.restart()  # a new agent may send commands again: the runner skips those
             first = self._link.encode(FrameKind.WORKER, self._worker.to_bytes(8))
             connection.sendall(first)
             with connection.makefile("rb") as received:
@@ -133,5 +134,5 @@ class MessageSender:
 
 
 def _write(connection: socket.socket, frame: bytes) -> None:
-    with suppress(OSError):  # it has ended, as its receiver sees; the frame is kept
+    with suppress(OSError):  # the receiving thread sees the end; the link keeps the frame
         connection.sendall(frame)

@@ -1,7 +1,7 @@
-"""The agent of a node: runs the controller's commands, and sends it what happens there.
+"""The agent of a node: runs the controller's commands, and sends it the node's events.
 
-It obeys one controller at a time: the one with the highest epoch that it has seen. What that has
-not acknowledged waits for its next connection, or for its successor.
+An agent obeys one controller at a time: the one with the highest epoch that it has seen. Frames
+that the controller has not acknowledged wait for its next connection, or for its successor.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from rayzero.workers.authenticated import AuthenticatedServer
 
 AGENT_THREAD = "rayzero-agent"
 COMMAND_THREADS = 8
-"""A checkpoint, a copy and a stack dump each hold one; the rest answer at once."""
+"""Threads for commands. A checkpoint, a copy and a stack dump each hold one for a while."""
 BEAT_S = 1.0
-"""Between two beats, each of which waits for another frame for as long."""
+"""Time between two beats. Each beat waits this long for a frame that can carry it."""
 _ATTACH_TIMEOUT_S = 10.0
 
 
 class AgentServer(AuthenticatedServer):
-    """Serves one controller from construction until `close`. Errors as of `AuthenticatedServer`.
+    """Serves one controller at a time, until `close`. Raises the errors of `AuthenticatedServer`.
 
     Args:
-        address: of this node, on which it listens.
-        commands: its methods are called, by threads of this server.
-        poll: returns events, or nothing after the given time, in seconds: a beat follows, so it
-            returns only if the node is served. Its error ends the agent's service.
-        end_event: the event of the end of a worker's process, given as to `LocalWorkers`.
+        address: this node's address, on which it listens.
+        commands: the object whose methods the commands call, on threads of this server.
+        poll: returns events, or nothing after the given time, in seconds. The agent then sends a
+            beat, so `poll` must return only if the node is served. Its error ends the service.
+        end_event: returns the event for the end of a worker's process; has the arguments of
+            `on_end` of `LocalWorkers`.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class AgentServer(AuthenticatedServer):
         self._pool = ThreadPoolExecutor(COMMAND_THREADS, "rayzero-command")
         super().__init__("the agent of a node", AGENT_THREAD, address, _ATTACH_TIMEOUT_S)
         self.secret = os.urandom(32)
-        """That a controller must know."""
+        """The secret that a controller must know."""
         self.admit(self.secret)
         self._serving: dict[str, asyncio.Task[None]] = {}
         Thread(target=self._watch, name="rayzero-agent-events", daemon=True).start()
@@ -74,15 +75,15 @@ class AgentServer(AuthenticatedServer):
         return self._writer is not None
 
     def close(self) -> None:
-        """Ends the connection. Commands in progress finish unheard, and so does the thread that
-        polls, within `BEAT_S`. Idempotent."""
+        """Ends the connection. Commands in progress finish in the background, and their replies are
+        discarded. The thread that polls ends within `BEAT_S`. Idempotent."""
         self._stopped.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
         super().close()
 
     def _watch(self) -> None:
-        """Sends events as they happen, and beats without them; on a thread of its own, which waits
-        for nothing else."""
+        """Sends events as they happen, and a beat when there are none. Runs on a thread of its own,
+        which waits for nothing else."""
         while not self._stopped.is_set():
             try:
                 events: Sequence[Any] = self._poll(BEAT_S)
@@ -114,9 +115,9 @@ class AgentServer(AuthenticatedServer):
             newest = self._obedience.obeyed.epoch
             writer.write(self._link.encode(FrameKind.FENCED, pickle.dumps(newest)))
             writer.close()
-            await writer.wait_closed()  # the refusal is sent, not reset
+            await writer.wait_closed()  # an abort instead would lose the refusal
             return
-        if self._writer is not None:  # of an earlier connection, or controller
+        if self._writer is not None:  # an earlier connection, of this controller or another one
             self._writer.transport.abort()
         if self._obedience.supersede(attach):
             self._link.restart()
@@ -137,7 +138,7 @@ class AgentServer(AuthenticatedServer):
                 if is_new and frame.kind is FrameKind.COMMAND:
                     self._workers.command(attach, pickle.loads(frame.payload))
                 elif is_new and frame.kind is FrameKind.CALL:
-                    with suppress(RuntimeError):  # it is closing
+                    with suppress(RuntimeError):  # the agent is closing
                         self._pool.submit(self._run_command, attach.controller, frame.payload)
         finally:
             if self._writer is writer:
@@ -152,5 +153,5 @@ class AgentServer(AuthenticatedServer):
         self._send_events(pickle.dumps([self._end_event(worker, pid, pidfd)]))
 
     def _send_events(self, payload: bytes) -> None:
-        self._workers.flush()  # what a worker has sent comes before its end
+        self._workers.flush()  # a worker's messages come before the event of its end
         self._link.send(FrameKind.EVENTS, payload)

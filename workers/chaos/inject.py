@@ -1,7 +1,7 @@
-"""Injects faults into workers and checkpoint stores, and records the injected ones.
+"""Injects faults into workers and checkpoint stores, and records the injected faults.
 
 The record is a file in the job's output folder: it outlives every process, and later processes read
-from it what was injected already. On several machines the folder must be shared.
+from it which faults were injected. On several machines the folder must be shared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FaultRecord:
         self._path = Path(output_dir) / FAULT_RECORD_FILE
 
     def read(self) -> tuple[FaultFired, ...]:
-        """The injected faults, in order."""
+        """Returns the injected faults, in order."""
         try:
             lines = self._path.read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:
@@ -43,7 +43,7 @@ class FaultRecord:
         return tuple(FaultFired(**json.loads(line)) for line in lines)
 
     def retain_only(self, faults: Collection[str]) -> None:
-        """Removes all other faults, left by an earlier run of the job. At the start of a run only.
+        """Removes all other faults, left by an earlier run. Called only at the start of a run.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -57,7 +57,7 @@ class FaultRecord:
             self.add(fired)
 
     def add(self, fired: FaultFired) -> None:
-        """Appends a line by one system call, so that it persists if the process dies right after.
+        """Appends a line by one system call, so that the line persists if the process dies next.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -72,15 +72,15 @@ class FaultRecord:
         return ConfigError(
             f"the record of injected faults {self._path} cannot be written: {error.strerror}",
             allowed="a writable file in the job's output folder",
-            fix="`output_dir` in the job file, or remove `faults`",
+            fix="change `output_dir` in the job file, or remove `faults`",
         )
 
 
 class FaultSchedule:
-    """The faults that are still to be injected, according to the record. Safe from any thread.
+    """The faults that are still to be injected. Safe to use from any thread.
 
-    The list may grow at any time (`set_faults`). One lock guards the remaining firings, and a fault
-    is recorded while it is held, so that none is counted twice or missed.
+    The list may grow at any time (`set_faults`). A lock guards the remaining firings. It is held
+    while a fault is recorded, so that no firing is counted twice or missed.
     """
 
     def __init__(self, record: FaultRecord, post: Callable[[FaultFired], None]) -> None:
@@ -108,14 +108,14 @@ class FaultSchedule:
             }
 
     def due(self, step: int) -> list[FaultSpec]:
-        """The faults whose step is reached, with firings left."""
+        """Returns the faults whose step is reached and that have firings left."""
         with self._lock:
             firings = self._remaining_firings.items()
             return [fault for fault, count in firings if count > 0 and fault.step <= step]
 
     def record_fired(self, fault: FaultSpec, rank: int, step: int) -> None:
-        """Records and reports a fault. Call it before the fault takes effect. `rank` is the number
-        of a role's worker where the fault names one."""
+        """Records and reports a fault. Called before the fault takes effect. If the fault names a
+        role, `rank` is the worker's number in the role."""
         fired = FaultFired(rank, step, str(fault), fault.role)
         with self._lock:
             self._remaining_firings[fault] -= 1
@@ -165,7 +165,7 @@ def inject_store_faults(schedule: FaultSchedule, folder: str, step: int, rank: i
     """Injects the faults that are due before a rank's checkpoint file is written.
 
     Raises:
-        StoreError: the same as for a full disk.
+        StoreError: `full_disk` is due; the error is that of a full disk.
     """
     for fault in schedule.due(step):
         if fault.kind == "slow_store":

@@ -1,4 +1,4 @@
-"""Faults of a whole node, injected by a Ray process on it: its vault."""
+"""Faults of a whole node, injected by a Ray process on the node: the vault."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _LOOPBACK = 0x8  # IFF_LOOPBACK
 
 
 def network_id() -> str:
-    """Identifies the network namespace of this process: the machine's, or a container's."""
+    """Returns an identifier of this process's network namespace: the machine's or a container's."""
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{machine}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def why_impossible(fault: FaultSpec, is_controller_node: bool, controller_network: str) -> str:
-    """Why a fault cannot be injected into this process's node; empty if it can.
+    """Returns why a fault cannot be injected into this process's node; empty if it can.
 
     Args:
         is_controller_node: whether the job's controller runs on this node.
@@ -67,7 +67,8 @@ def inject_node_fault(fault: FaultSpec) -> None:
 
 
 def _raylet() -> int:
-    """The process that Ray names to its workers; it is not the parent of one that is forked."""
+    """Returns the raylet's pid, which Ray passes to its workers. The parent is used only without
+    that: a worker's parent may also be the process that forked it."""
     return int(os.environ.get("RAY_RAYLET_PID", os.getppid()))
 
 
@@ -115,7 +116,7 @@ def _why_no_partition() -> str:
 
 
 def _active_interfaces() -> Iterator[str]:
-    """The interfaces that are up, except for the loopback."""
+    """Yields the names of the interfaces that are up, except for the loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             request = struct.pack("16sH14x", name.encode(), 0)
@@ -127,20 +128,21 @@ def _active_interfaces() -> Iterator[str]:
 def _partition_network(seconds: float) -> None:
     """Takes the links down, and up again after `seconds`, with the routes that were lost.
 
-    Done by a detached process that lives for the partition: Ray may kill the vault meanwhile, and
-    the network must be restored.
+    A detached process does that, because Ray may kill the vault during the partition, and the
+    network must be restored.
     """
     names = [*_active_interfaces()]
     restore_routes = [
         ("ip", "route", "replace", *route) for name in names for route in _interface_routes(name)
     ]
-    down, up = ([("ip", "link", "set", name, to) for name in names] for to in ("down", "up"))
+    down = [("ip", "link", "set", name, "down") for name in names]
+    up = [("ip", "link", "set", name, "up") for name in names]
     script = "\n".join(map(shlex.join, [*down, ("sleep", f"{seconds:g}"), *up, *restore_routes]))
     _run_command("sh", "-c", f"(\n{script}\n) >/dev/null 2>&1 </dev/null &")
 
 
 def _interface_routes(name: str) -> list[list[str]]:
-    """An interface's routes, without those that the kernel adds by itself."""
+    """Returns an interface's routes, without those that the kernel adds by itself."""
     lines = _run_command("ip", "-4", "route", "show", "dev", name).splitlines()
     return [[*line.split(), "dev", name] for line in lines if "proto kernel" not in line]
 

@@ -4,8 +4,8 @@
 
 A fault is a call with literal arguments. `step` is the current step, or the step of a checkpoint,
 counted from 1; the fault is injected at the first opportunity from that step on. `rank` is a rank
-in the generation of that time, `node` the index of a node in rank order, `worker` a number in
-`role`. A fault is injected `times` times in all, even if a later generation repeats the step.
+in the current generation, `node` is the index of a node in rank order, and `worker` is a worker's
+number in `role`. A fault is injected `times` times, even if a later generation repeats the step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FaultKind:
 
     @property
     def of_role(self) -> bool:
-        """Whether it hits the worker of a role."""
+        """Whether the fault hits a role's worker."""
         return self.target == "role"
 
 
@@ -97,11 +97,11 @@ ROLE_FAULT_KINDS: Mapping[str, FaultKind] = {
     name: FaultKind("role", FAULT_KINDS[name].description, ("role", "worker", "step"))
     for name in ("kill", "stop")
 }
-"""Those that hit the worker of a role if `role` is given."""
+"""The kinds that hit a role's worker if `role` is given."""
 
 
 def all_fault_kinds() -> list[tuple[str, FaultKind]]:
-    """The kinds of all faults, with their names; those of roles are the last."""
+    """Returns the names and kinds of all faults; the kinds for roles are the last."""
     return [*FAULT_KINDS.items(), *ROLE_FAULT_KINDS.items()]
 
 
@@ -154,8 +154,8 @@ class FaultSpec:
 
 @dataclass(frozen=True)
 class FaultFired:
-    """An injected fault; sent before it takes effect. With a `role`, `rank` is the worker's number
-    in it."""
+    """An injected fault, sent before it takes effect. With a `role`, `rank` is the worker's number
+    in that role."""
 
     rank: int
     step: int
@@ -172,7 +172,7 @@ def parse_fault(text: str, step: int | None = None) -> FaultSpec:
     """Parses one line of the fault language.
 
     Args:
-        step: for a fault without one; None: the text must have it.
+        step: the step of a fault without one; None: the text must have a step.
 
     Raises:
         ConfigError: an unknown name or argument, a missing one, or a value out of range; the error
@@ -187,14 +187,14 @@ def parse_fault(text: str, step: int | None = None) -> FaultSpec:
 
 
 def fault_usage(name: str, *, of_role: bool = False) -> str:
-    """The signature of a kind, with defaults."""
+    """Returns the signature of a kind, with defaults."""
     kind = _fault_kind(name, of_role=of_role)
     defaults = [f"{key}={_format_literal(value)}" for key, value in kind.defaults.items()]
     return f"{name}({', '.join([*(f'{key}=' for key in kind.required), *defaults])})"
 
 
 def example_fault(name: str, *, of_role: bool = False) -> FaultSpec:
-    """A typical fault of that kind."""
+    """Returns a typical fault of that kind."""
     kind = _fault_kind(name, of_role=of_role)
     values: dict[str, Any] = {"rank": 1, "node": 1, "step": 7, "seconds": 5.0}
     values |= {"role": "rollout", "worker": 1, **kind.defaults}
@@ -202,10 +202,11 @@ def example_fault(name: str, *, of_role: bool = False) -> FaultSpec:
 
 
 def why_no_such_worker(fault: FaultSpec, roles: Mapping[str, int]) -> str:
-    """Why a role's worker that a fault names cannot exist; empty if it can, or none is named.
+    """Returns why the role's worker that a fault names cannot exist; empty if it can, or if the
+    fault names none.
 
     Args:
-        roles: the most workers of each role of the job.
+        roles: the most workers of each of the job's roles.
     """
     if not fault.role:
         return ""
@@ -229,8 +230,9 @@ def random_faults(
     Args:
         ranks: workers of the job, and the number of nodes to draw `node` from.
         steps: the last step. Faults are spread evenly from step 2 on, so that the job finishes a
-            step before the first fault and between two.
-        roles: workers of each role. Of the kinds that can hit them, as many do as of all workers.
+            step before the first fault and between two faults.
+        roles: workers of each role. Faults of kinds that can hit them hit each worker of the job,
+            rank or not, with the same probability.
 
     Raises:
         ConfigError: an unknown kind, or fewer than 2 steps.
@@ -267,17 +269,19 @@ def _random_fault(
 
 
 def _spread_steps(draw: random.Random, count: int, steps: int) -> Iterator[int]:
-    """One step from each of `count` even ranges of the steps from 2 on."""
+    """Yields a random step from each of `count` equal ranges of the steps from 2 on."""
     for part in range(count):
-        first, end = (2 + (steps - 1) * edge // count for edge in (part, part + 1))
+        first = 2 + (steps - 1) * part // count
+        end = 2 + (steps - 1) * (part + 1) // count
         yield draw.randint(first, max(first, end - 1))
 
 
 def _parse_fault(text: str, defaults: Mapping[str, Any]) -> FaultSpec:
-    """`defaults`: for required arguments."""
+    """Parses a fault. `defaults` has values for required arguments that the text lacks."""
     name, arguments = _parse_call(text)
     of_role = "role" in arguments and name in ROLE_FAULT_KINDS
-    kind, usage = _fault_kind(name, of_role=of_role), partial(fault_usage, name, of_role=of_role)
+    kind = _fault_kind(name, of_role=of_role)
+    usage = partial(fault_usage, name, of_role=of_role)
     for key in arguments:
         if key not in kind.arguments:
             hint = did_you_mean(key, kind.arguments)
@@ -297,7 +301,7 @@ def _fault_kind(name: str, *, of_role: bool = False) -> FaultKind:
 
 
 def _parse_call(text: str) -> tuple[str, dict[str, Any]]:
-    """The name and the literal keyword arguments of a call. Evaluates nothing."""
+    """Returns the name and the literal keyword arguments of a call. Evaluates nothing."""
     if len(text) > _MAX_TEXT_CHARACTERS:
         raise ConfigError(f"{len(text)} characters", f"at most {_MAX_TEXT_CHARACTERS}")
     try:
@@ -310,11 +314,12 @@ def _parse_call(text: str) -> tuple[str, dict[str, Any]]:
     if call.args or any(keyword.arg is None for keyword in call.keywords):
         raise ConfigError("an argument without a name", _SYNTAX)
     arguments: dict[str, Any] = {}
-    for key, value in ((str(keyword.arg), keyword.value) for keyword in call.keywords):
+    for keyword in call.keywords:
+        key = str(keyword.arg)
         if key in arguments:
             raise ConfigError(f"argument {key!r} given twice", _SYNTAX)
         try:
-            arguments[key] = ast.literal_eval(value)
+            arguments[key] = ast.literal_eval(keyword.value)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             raise ConfigError(f"{key!r} is not a literal", _SYNTAX) from None
     return call.func.id, arguments
@@ -333,7 +338,7 @@ def _check_value(key: str, value: Any) -> Any:
     if key == "role":
         if isinstance(value, str) and value:
             return value
-        raise ConfigError(f"role={value!r}", 'the name of a role, as role="rollout"')
+        raise ConfigError(f"role={value!r}", 'the name of a role, such as role="rollout"')
     if type(value) is int and value >= _MINIMUM[key]:
         return value
     raise ConfigError(f"{key}={value!r}", f"a whole number, {_MINIMUM[key]} or more")

@@ -1,4 +1,4 @@
-"""`ctx` of a role's function."""
+"""`ctx`, the argument of a role's function."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class RoleHost(Protocol):
     """The process that a role's function runs in.
 
     Attributes:
-        index: of the worker, in the job. No other one has it, also none that replaces it.
-        ending: whether the job ends.
-        view: the newest one.
-        vault: the connection to its node's vault; None: there is none at the moment.
+        index: the worker's index in the job. No other worker has it, not even a replacement.
+        ending: set when the job ends.
+        view: the newest view of the job.
+        vault: the connection to the node's vault; None: there is none at the moment.
     """
 
     index: int
@@ -42,11 +42,12 @@ class RoleContext:
     """The argument of a role's function: one worker's view of its role.
 
     Attributes:
-        name: of the job.
-        role: of the worker; `number`: in its role, from 0. A replacement has that of the lost one.
+        name: the job's name.
+        role: the role's name.
+        number: the worker's number in its role, from 0. A replacement has the lost worker's number.
         args: the role's `args`.
-        seed: the job's.
-        device: the worker's own.
+        seed: the job's seed.
+        device: the worker's device.
         output_dir: the folder of the job's local files.
     """
 
@@ -70,26 +71,26 @@ class RoleContext:
         return self._host.ending.is_set()
 
     def check(self) -> None:
-        """Raises SystemExit if the job ends. Also a sign of life: see `tasks`."""
+        """Raises SystemExit if the job ends. A call is also a sign of life: see `tasks`."""
         if self._host.ending.is_set():
             raise SystemExit("the job ends")
         self._host.progress.renew()
 
     def wait(self, seconds: float) -> None:
-        """Sleeps for so long, in seconds. Raises SystemExit at once if the job ends."""
+        """Sleeps for `seconds`. Raises SystemExit as soon as the job ends."""
         self._host.ending.wait(seconds)
         self.check()
 
     def tasks(self, prompts: int = 1) -> Tasks:
-        """The tasks of this worker, without end: `for task in ctx.tasks(): task.done(...)`. At the
-        end of the job the loop raises SystemExit.
+        """Returns an endless iterator over this worker's tasks:
+        `for task in ctx.tasks(): task.done(...)`. At the end of the job the loop raises SystemExit.
 
-        From the first on, a worker that gives no sign of life for `recovery.hang_timeout_s` of its
-        role is started again: it takes, ends or extends a task, refreshes weights, or calls `check`
-        or `wait`.
+        From this call on, a worker that gives no sign of life for its role's
+        `recovery.hang_timeout_s` is restarted. Signs of life are: taking, ending or extending a
+        task, refreshing weights, and calling `check` or `wait`.
 
         Args:
-            prompts: of a task, at most.
+            prompts: the most prompts of a task.
 
         Raises:
             EngineError: the role has no tasks.
@@ -125,11 +126,11 @@ class RoleContext:
         )
 
     def report(self, **metrics: float) -> None:
-        """Adds metrics of this worker: `ctx.report(reward=1.0, tokens=312)`. By any thread.
+        """Adds metrics of this worker, from any thread: `ctx.report(reward=1.0, tokens=312)`.
 
-        `tokens` is a counter. Of all others the page shows, for each step of the job, the mean of
-        what the role's workers have reported, and the least and the greatest; /metrics has the mean
-        as `rayzero_role_value{role=..., name=...}`, for up to 100 names a role.
+        `tokens` is a counter. For each other metric and each step of the job, the page shows the
+        mean, the least and the greatest of the values that the role's workers have reported;
+        /metrics has the mean as `rayzero_role_value{role=..., name=...}`, up to 100 names a role.
 
         Raises:
             EngineError: a value is not a number; or a name is empty, longer than 128 characters, or

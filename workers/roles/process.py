@@ -1,4 +1,4 @@
-"""The process of a role's worker, without Ray: executes the controller's commands."""
+"""The process of a role's worker, without Ray."""
 
 from __future__ import annotations
 
@@ -11,13 +11,7 @@ from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.workers.chaos.inject import signal_own_process
 from rayzero.workers.crash import describe_crash
 from rayzero.workers.entrypoint import TrainFunction, call_function, load_train_function
-from rayzero.workers.messages import (
-    Crashed,
-    Finished,
-    RoleWorkerSpec,
-    WorkerInfo,
-    WorkerMessage,
-)
+from rayzero.workers.messages import Crashed, Finished, RoleWorkerSpec, WorkerInfo, WorkerMessage
 from rayzero.workers.process_group import warm_up_torch
 from rayzero.workers.roles.context import RoleContext
 from rayzero.workers.roles.reporter import RoleReporter
@@ -34,14 +28,14 @@ log = logging.getLogger("rayzero.workers")
 
 
 class RoleProcess(UserProcess, RoleCalls):
-    """One worker of a role. Its methods are called by the command threads; the function runs, once,
-    in a daemon thread that ends with it, or with the process."""
+    """One worker of a role. The command threads call its methods. The role's function runs once, in
+    a daemon thread."""
 
     def __init__(self, spec: RoleWorkerSpec, index: int) -> None:
         super().__init__(spec)
         self._role_spec = spec
         self.log_role = spec.role
-        self.node_address = "127.0.0.1"  # set with those of ranks
+        self.node_address = "127.0.0.1"  # replaced by the node's address, as for ranks
         self.index = index
         self._number = index
         self.progress = ProgressRecord(index)
@@ -63,7 +57,7 @@ class RoleProcess(UserProcess, RoleCalls):
         return WorkerStatus(info, group, messages=self._end, role=self.log_role, number=number)
 
     def warm_up(self) -> None:
-        """Imports what the function needs. A mistake is reported when it is called."""
+        """Imports the function and torch in advance. Errors are reported when it is called."""
         with suppress(ConfigError):
             self._function = load_train_function(self._spec.entrypoint)
         with suppress(ConfigError):
@@ -79,7 +73,7 @@ class RoleProcess(UserProcess, RoleCalls):
             raise EngineError(f"the function of {self.log_role} {number} has been called")
         self._number = number
         self.progress = ProgressRecord(number)
-        self.update(view)  # before the function: its end must be seen from its first line on
+        self.update(view)  # first: the vault must see the process end from the first line on
         self._thread = Thread(target=self._run, name=TRAINING_THREAD, daemon=True)
         self._thread.start()
 
@@ -89,14 +83,15 @@ class RoleProcess(UserProcess, RoleCalls):
             earlier = self.vault
             try:
                 self.vault = VaultClient(view.vault, self.index)
-            except VaultGoneError as error:  # the controller opens another; polls see the end
+            except VaultGoneError as error:  # the controller sees that, and opens another vault
                 log.warning("%s", error.seen)
             if earlier is not None and self.vault is not earlier:
                 earlier.close()
         self.view = view
 
     def poll(self, timeout_s: float) -> list[WorkerMessage]:
-        """The messages since the last poll, and a heartbeat at the end; waits for the first."""
+        """Returns the messages since the last poll, and then a heartbeat. Waits up to `timeout_s`
+        for the first message."""
         messages = self._outbox.poll(timeout_s)
         reports = self.reporter.take(self.log_role, self._number)
         return [*reports, *messages, self.progress.heartbeat()]
@@ -125,7 +120,7 @@ class RoleProcess(UserProcess, RoleCalls):
                 message = describe_crash(error, 0, self._number, self.progress.step)
         for tee in self._tees:
             tee.finish_line()
-        self._end = (message,)  # before a controller may have it and be lost
+        self._end = (message,)  # first: a controller may be lost right after it got the message
         self._outbox.post(message)
 
     def _finished(self) -> Finished:

@@ -1,4 +1,4 @@
-"""Collects what a role's function reports, until the controller asks for it."""
+"""Collects the metrics that a role's function reports, until the controller asks for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rayzero.workers.step_report import COUNTER_NAMES, check_name, to_number
 
 
 class RoleReporter:
-    """Filled by any thread of one worker's function, emptied by a command thread."""
+    """The metrics of one worker. Any thread of its function adds to them; the thread that sends
+    messages takes them."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -22,7 +23,7 @@ class RoleReporter:
         self._weights_wait_s = 0.0
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Adds metrics. Raises EngineError: a value is not a number, or a name is invalid."""
+        """Adds metrics. Raises EngineError if a value is not a number, or a name is invalid."""
         for name in metrics:
             check_name(name)
         numbers = {name: to_number(name, value) for name, value in metrics.items()}
@@ -36,13 +37,14 @@ class RoleReporter:
                 self._values[name] = spread if earlier is None else earlier + spread
 
     def add_refresh(self, version: int, wait_s: float) -> None:
-        """The function has the weights of that many finished steps, after it waited for them."""
+        """Notes that the function now has the weights of `version` finished steps, and how long it
+        waited for them."""
         with self._lock:
             self._version = version
             self._weights_wait_s += wait_s
 
     def take(self, role: str, number: int) -> list[RoleReport]:
-        """A report of what was added since the last one; none if nothing was."""
+        """Returns a report of what was added since the last report; none if nothing was."""
         with self._lock:
             report = RoleReport(
                 role, number, self._values, self._tokens, self._version, self._weights_wait_s

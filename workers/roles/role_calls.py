@@ -1,4 +1,4 @@
-"""The calls that the controller makes in the process of a role's worker. Free of torch."""
+"""The methods that the controller calls in the process of a role's worker. Free of torch."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from rayzero.workers.stacks import Stacks
 
 
 class RoleCalls(Protocol):
-    """Called by `WorkerGroup.call`, as `WorkerCalls` in a rank's process."""
+    """The methods of a role's worker, which `WorkerGroup.call` calls as it does those of
+    `WorkerCalls` in a rank's process."""
 
     def begin(self, number: int, view: RoleView) -> None:
         """Calls the role's function, once. `Finished` or `Crashed` follows.
 
         Args:
-            number: of the worker in its role, from 0; a replacement has that of the lost one.
-            view: as of `update`. The vault in it sees the process end.
+            number: the worker's number in its role, from 0; a replacement has the lost worker's.
+            view: as for `update`. The vault named in it watches for the end of the process.
         """
 
     def update(self, view: RoleView) -> None:
-        """The job has changed: what waits for that looks again."""
+        """Replaces the view of the job, because the job has changed."""
 
     def end(self) -> None:
-        """The job ends: the context's waits and checks raise SystemExit from now on."""
+        """Announces the job's end: the context's waits and checks raise SystemExit from now on."""
 
     def inject(self, kind: str) -> None:
-        """Sends its process the signal of a fault: see `signal_own_process`."""
+        """Sends this process the signal of a fault: see `signal_own_process`."""
 
     def dump_stack(self) -> Stacks:
-        """Returns what the threads of the process do."""
+        """Returns the stacks of the process's threads."""

@@ -1,4 +1,4 @@
-"""A role's worker's view of its job. Imports no torch: the controller makes it."""
+"""The view that a role's worker has of its job. Imports no torch: the controller makes it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from rayzero.workers.rollouts.address import BufferAddress
 from rayzero.workers.weights.directory import WeightDirectory
 
 TASKS_PHASE = "tasks"
-"""Of a worker that has asked for tasks: from then on, one without a sign of life hangs."""
+"""The phase of a worker that has asked for tasks. In this phase, a worker that gives no sign of
+life counts as hanging."""
 
 
 @dataclass(frozen=True)
@@ -16,9 +17,9 @@ class RoleView:
     """The job, as the controller last described it to a role's worker.
 
     Args:
-        vault: the address of its node's vault; empty: it has none at the moment.
-        buffer: of the job's rollouts; None: it has none at the moment.
-        weights: where the newest version of the trainer's weights is; None: there is none yet.
+        vault: the address of the node's vault; empty: there is none at the moment.
+        buffer: the buffer of the job's rollouts; None: there is none at the moment.
+        weights: the location of the newest version of the trainer's weights; None: none yet.
     """
 
     vault: str = ""

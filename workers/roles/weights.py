@@ -13,10 +13,10 @@ from rayzero.workers.weights.reader import LentVersion, WeightReader
 
 
 class RoleWeights:
-    """The versions of the trainer's weights, each a step that all ranks have mirrored.
+    """The versions of the trainer's weights. Each version is a step that all ranks have mirrored.
 
     Args:
-        least: what the version is to be at least, as of `WeightReader.refresh`.
+        least: returns the argument `least` of `WeightReader.refresh`.
     """
 
     def __init__(
@@ -28,18 +28,18 @@ class RoleWeights:
 
     @property
     def newest(self) -> WeightVersion | None:
-        """The newest version; None: there is none yet."""
+        """The newest version; None if there is none yet."""
         return self.reader.newest
 
     def refresh(self, model: nn.Module, engine: str | None = None) -> WeightVersion:
-        """Brings a model to the newest version, in place: see `WeightReader.refresh`. It is at
-        least as new as the one that admitted the worker's last task."""
+        """Brings a model to the newest version, in place: see `WeightReader.refresh`. The version
+        is at least as new as the one published when the worker last took a task."""
         return self._timed(lambda: self.reader.refresh(model, engine, self._least()))
 
     def lend(
         self, read: Callable[[LentVersion], object], loaded: WeightVersion | None = None
     ) -> WeightVersion:
-        """Has other processes of this node read the newest version: see `WeightReader.lend`."""
+        """Lends the newest version to other processes of this node: see `WeightReader.lend`."""
         return self._timed(lambda: self.reader.lend(read, loaded, self._least()))
 
     def _timed(self, refresh: Callable[[], WeightVersion]) -> WeightVersion:

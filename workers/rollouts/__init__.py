@@ -1,6 +1,6 @@
-"""Rollouts: samples that generators make of prompts while the trainer trains on them.
+"""Rollouts: samples that generators make from prompts while the trainer trains on them.
 
-`ledger.py` is pure: which prompt is where, and the log that the trainer reads. `server.py` serves
-it in the buffer's process; `buffer_client.py` has the trainer's side, `tasks.py` the generators'.
-This file imports nothing.
+`ledger.py` keeps the state of each prompt and the log that the trainer reads, without I/O.
+`server.py` serves it in the buffer's process; `buffer_client.py` is the trainer's side, and
+`tasks.py` the generators' side. This file imports nothing.
 """

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class BufferAddress:
-    """The address on which a buffer of rollouts listens, and the secret that it admits.
+    """The address on which a buffer of rollouts listens, and the secret that its clients must know.
 
     Args:
-        node_id: its node's.
-        vault: the address of the vault that it is a part of.
+        node_id: the buffer's node.
+        vault: the address of the vault that contains the buffer.
     """
 
     host: str

@@ -1,4 +1,4 @@
-"""The clients of a buffer of rollouts, and the trainer's view of it: a log of samples.
+"""The client of a buffer of rollouts, and the trainer's view of the buffer: a log of samples.
 
 Rule of ordering: `one-log` (docs/engine.md).
 """
@@ -22,19 +22,20 @@ from rayzero.workers.authenticated import MessageConnection
 from rayzero.workers.rollouts.address import BufferAddress
 
 POLL_S = 10.0
-"""How long the buffer waits for what is asked for, before it is asked again."""
+"""How long the buffer may hold a request that it cannot answer yet. Then the client repeats it."""
 _CONNECT_S = 5.0
-"""Of one attempt, of which there are as many as the limit allows."""
+"""Limit for one attempt to connect. Attempts are repeated up to the client's limit."""
 _RETRY_S = 0.1
 
 
 class RolloutClient:
-    """Calls a buffer, and connects anew where that is restarted, at another address too. One call
-    at a time.
+    """Calls a buffer. Reconnects if the buffer was restarted, also at another address. Used for one
+    call at a time.
 
     Args:
-        find: the present buffer's address; None: there is none at the moment, and the call waits.
-        timeout_s: for a buffer that answers; for a reply, beyond the time that it may take.
+        find: returns the current buffer's address; None: there is none, and calls wait.
+        timeout_s: how long a reply may take beyond the call's `limit_s`; and how long a call is
+            repeated while no buffer answers.
     """
 
     def __init__(self, find: Callable[[], BufferAddress | None], timeout_s: float) -> None:
@@ -51,21 +52,22 @@ class RolloutClient:
         limit_s: float = 0.0,
         check: Callable[[], None],
     ) -> tuple[dict[str, Any], list[bytes]]:
-        """The reply, and its contents. A call that has failed is made again: each is one that may
-        be made twice.
+        """Calls a method of the buffer. Returns the reply and its contents. A failed call is
+        repeated, which is safe for all of the buffer's methods.
 
         Args:
-            limit_s: that the buffer may take.
-            check: called while waiting; raises where the call is to end.
+            limit_s: how long the buffer may take.
+            check: called while waiting; raises to end the call.
 
         Raises:
-            DataError: the buffer refuses the call, or none answers within the limit.
+            DataError: the buffer refuses the call, or no buffer answers within `timeout_s`.
         """
         head = json.dumps([name, arguments]).encode()
         failed_s: float | None = None
         while True:
             check()
-            if (address := self._find()) is None:  # the controller opens it
+            address = self._find()
+            if address is None:  # until the controller opens a buffer
                 failed_s = None
                 sleep(_RETRY_S)
                 continue
@@ -82,7 +84,7 @@ class RolloutClient:
                         f"answered {name!r} for {self._timeout_s:g} s: {error}"
                     ) from error
                 sleep(_RETRY_S)
-            except BaseException:  # `check` has ended it: the reply is still to come
+            except BaseException:  # `check` has ended the call: the reply may still come
                 self.close()
                 raise
         values: dict[str, Any] = json.loads(reply)
@@ -91,7 +93,7 @@ class RolloutClient:
         return values, found
 
     def close(self) -> None:
-        """Closes the connection; the next call makes another. Idempotent."""
+        """Closes the connection; the next call opens another one. Idempotent."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -108,17 +110,18 @@ class RolloutClient:
 
 
 class RolloutLog:
-    """The buffer's log of one trainer, as a `SampleLog`: gives it the prompts that it wants, too.
+    """The log in the trainer's buffer, as a `SampleLog`. Also sends the buffer its prompts.
 
-    The ranks of a generation read from one buffer, so that they train on the same samples; if that
-    is lost, the next generation reads from another one. `open` binds what is read to both.
+    All ranks of a generation read from one buffer, so that they train on the same samples. If that
+    buffer is lost, the next generation reads from another one. Reads after `open` are from the
+    buffer of the generation in which it was called.
 
     Args:
         prompts: a map-style dataset of values that can be pickled, the same on every rank.
-        seed: of their order.
-        group: samples of each.
-        find: the number of this rank's generation, and the buffer of that.
-        timeout_s: for a buffer that answers.
+        seed: the seed of the prompts' order.
+        group: samples of each prompt.
+        find: returns the number of this rank's generation, and the generation's buffer.
+        timeout_s: as for `RolloutClient`.
 
     Raises:
         DataError: the dataset is not map-style, or empty.
@@ -160,16 +163,17 @@ class RolloutLog:
         client = self._client
         while True:
             values, contents = client.call(call, *arguments, POLL_S, limit_s=POLL_S, check=check)
-            if numbers := values["wanted"]:
-                prompts = [encode(*self._prompts.read_samples(it, 1)) for it in numbers]
+            numbers = values["wanted"]
+            if numbers:
+                prompts = [encode(*self._prompts.read_samples(number, 1)) for number in numbers]
                 client.call("issue", numbers, contents=prompts, check=check)
             if values["ready"]:
                 return values, contents
 
 
 def encode(value: Any) -> bytes:
-    """A prompt or a sample for other processes; its tensors in host memory, without what else is in
-    the memory that they are views of. Raises EngineError if it cannot be pickled."""
+    """Pickles a prompt or a sample for other processes. Its tensors are copied to host memory; of a
+    view, only the view's elements are copied. Raises EngineError if it cannot be pickled."""
     try:
         return pickle.dumps(map_tensors(value, _to_host), protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
@@ -183,7 +187,8 @@ def encode(value: Any) -> bytes:
 
 
 def decode(content: bytes) -> Any:
-    """The value of `encode`. Only of processes that have proved to be the job's."""
+    """Returns the value that `encode` was called with. Unpickles, so the content must be from a
+    process that has proved to belong to the job. Raises DataError if it cannot be unpickled."""
     try:
         return pickle.loads(content)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The numbers of a buffer of rollouts. Imports no torch: the controller reads them."""
+"""The counts of a buffer of rollouts. Imports no torch, because the controller reads them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RolloutCounts:
-    """A buffer at one moment, and its totals since it was opened. Tuples have a value a stage.
+    """The contents of a buffer at one moment, and its totals since it was opened. Tuples have one
+    value for each stage.
 
     Args:
-        waiting: tasks that no worker has; `leased`: those that one has.
-        ready: tasks with all their samples that are not in the log yet.
-        read: prompts of the log, from the job's first one on.
+        waiting: tasks that no worker has leased.
+        leased: tasks that a worker has leased.
+        ready: tasks that have all their samples and are not in the log yet.
+        read: prompts in the log, including those dropped from it, from the job's first prompt on.
         published: finished steps of the newest weights that generators can have.
-        nbytes, max_bytes: of prompts and samples, and beyond which no further prompt is begun.
+        nbytes: size of the prompts and samples.
+        max_bytes: the size beyond which no further prompt is begun.
         max_version_lag: as in `RolloutPlan`.
-        lag_mean, lag_max: steps that the weights of the newest batch's samples were older than
-            those that are trained on them; None before the first batch.
-        expired: leases whose limit has passed, in all.
-        wait_s: seconds that workers have waited for tasks, in all.
+        lag_mean, lag_max: by how many steps the weights that made the newest batch's samples are
+            older than the weights trained on them; None before the first batch.
+        expired: total of expired leases.
+        wait_s: total of seconds that workers have waited for tasks.
     """
 
     waiting: tuple[int, ...]

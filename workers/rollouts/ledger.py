@@ -1,18 +1,19 @@
-"""Which prompt is where: the buffer of rollouts without I/O and without a clock.
+"""The state of each prompt: the buffer of rollouts without I/O and without a clock.
 
-A prompt is issued with its content, and its task goes through the stages: at each it waits, is
-leased to a worker, and done; lost and expired leases are leased again, and what comes late of an
-old lease is refused. After the last stage it is ready, and is in the log from when the trainer
-asks for more. The log is a cache: the trainer's state tells what was consumed.
+A prompt is issued with its content, and its task goes through the stages. At each stage the task
+waits, is leased to a worker, and is done. A task whose lease was lost or has expired is leased
+again, and late results of the old lease are refused. After the last stage the task is ready; it is
+appended to the log when the trainer asks for more. The log is a cache: the trainer's state tells
+which prompts were consumed.
 
 Staleness. The batch of step s trains on the weights of s finished steps. Prompt number p may be
-begun once p // prompts_per_batch <= published + max_version_lag; so `published`, the steps of the
-newest weights that generators can have, alone paces them, and nothing is thrown away. A task that
-was begun at version v is due in the batch of step v + max_version_lag at the latest. The log is in
-the order of prompts, but for those that are not ready: these are passed over as long as every due
-task still has its place, which is one inequality for each step d: at most
-(d + 1) * prompts_per_batch - len(log) tasks that are not in the log are due by d. It holds when a
-task is begun, because only so many prompts could be begun by then; and the log keeps it.
+begun once p // prompts_per_batch <= published + max_version_lag, where `published` is the step of
+the newest weights that generators can have. That alone paces the generators, and no sample is
+discarded. A task that was begun at version v is due in the batch of step v + max_version_lag at the
+latest. The log is in the order of prompts, except that prompts that are not ready are passed over
+as long as every due task still has its place. That is one inequality for each step d: at most
+(d + 1) * prompts_per_batch - len(log) tasks that are not in the log are due by d. The inequalities
+hold when a task is begun, because no more prompts could be begun by then; the log preserves them.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ class RolloutPlan:
     """The sizes and limits of a job's rollouts.
 
     Args:
-        prompts_per_batch: prompts of a training step; each has `group` samples.
-        max_version_lag: steps that a sample's weights may be older than those it is trained on; 0:
-            generators and trainer take turns.
-        lease_s: for each stage, how long a task may be held without a sign.
-        max_bytes: no further prompt is begun beyond it, but for the batch that is read next.
-        prompts: of the whole job; None: without end.
+        prompts_per_batch: prompts of a training step.
+        group: samples of each prompt.
+        max_version_lag: by how many steps the weights that make a sample may be older than the
+            weights trained on it; 0: generators and trainer take turns.
+        lease_s: for each stage, how long a worker may hold a task without extending it.
+        max_bytes: size of the buffer beyond which no prompt is begun, except for those of the batch
+            that is read next.
+        prompts: number of prompts of the whole job; None: endless.
     """
 
     prompts_per_batch: int
@@ -59,11 +62,11 @@ class RolloutPlan:
 
 @dataclass(frozen=True)
 class TaskLease:
-    """A task that a worker works on. `content` is what the stage before made of the prompt: its
-    samples; empty at the first one."""
+    """A task that a worker holds. `content` has the prompt's samples, as the previous stage made
+    them; it is empty at the first stage."""
 
     number: int
-    attempt: int  # no two leases of a ledger have the same
+    attempt: int  # unique among the leases of a ledger
     worker: int
     stage: int
     until_s: float
@@ -77,8 +80,8 @@ class _Task:
     prompt: bytes
     stage: int = 0
     content: tuple[bytes, ...] = ()
-    begun: int | None = None  # the version published when its samples were begun
-    done_attempt: int = -1  # the last one that counted
+    begun: int | None = None  # the version that was published when its samples were begun
+    done_attempt: int = -1  # the last attempt that counted
     in_log: bool = False
 
     @property
@@ -90,8 +93,8 @@ class RolloutLedger:
     """The prompts of one buffer. Times are seconds of any clock.
 
     Attributes:
-        version: the newest weights that generators can have: the generation that has published
-            them, and their finished steps.
+        version: the newest weights that generators can have: the generation that published them,
+            and the number of their finished steps.
     """
 
     def __init__(self, plan: RolloutPlan, first_attempt: int = 0) -> None:
@@ -99,16 +102,16 @@ class RolloutLedger:
         self.version = 0, 0
         self._generation = -1
         self._attempts = count(first_attempt)
-        self._tasks: dict[int, _Task] = {}  # all issued ones whose samples are still here
+        self._tasks: dict[int, _Task] = {}  # all issued tasks that were not dropped, by number
         self._waiting: list[set[int]] = [set() for _ in plan.lease_s]  # by stage
         self._leases: dict[int, TaskLease] = {}  # by attempt
         self._lost = set[int]()  # workers
-        self._base = Consumed()  # stand before the log
+        self._base = Consumed()  # the prompts before the log
         self._log: list[_Task] = []
-        self._may_grow = False  # something has changed since no more could be appended
-        self._next = 0  # no prompt below is missing
+        self._may_grow = False  # whether more tasks may fit since the log was last extended
+        self._next = 0  # all prompts below this number are known
         self._nbytes = 0
-        self._ready: set[int] = set()  # not in the log
+        self._ready: set[int] = set()  # numbers of ready tasks that are not in the log
         self._totals = Counter[str]()  # tasks that became ready, their bytes; expired leases
 
     @property
@@ -139,18 +142,18 @@ class RolloutLedger:
         return leases
 
     def keep(self, stage: int, worker: int, held: Iterable[int]) -> bool:
-        """The worker says which attempts of this stage it has. Its others are leased again: the
-        reply with them was lost, or the tasks were dropped. Returns whether there are any."""
+        """Keeps the leases of a worker at this stage whose attempts it holds, and ends its others:
+        the reply with them was lost, or the worker dropped the tasks. Returns whether any ended."""
         known = set(held)
         return self._return(
-            it
-            for it in self._leases.values()
-            if (it.worker, it.stage) == (worker, stage) and it.attempt not in known
+            lease
+            for lease in self._leases.values()
+            if (lease.worker, lease.stage) == (worker, stage) and lease.attempt not in known
         )
 
     def done(self, number: int, attempt: int, samples: Sequence[bytes]) -> bool:
-        """Ends a lease with the group's samples. Returns False, and changes nothing, if the task
-        has been leased again since; True also for what has counted already, if it is sent twice."""
+        """Ends a lease with the group's samples. Returns whether they count. If the task has been
+        leased again since, returns False and changes nothing. A repeated call returns True."""
         if len(samples) != self.plan.group:
             raise DataError(f"{len(samples)} samples of prompt {number}", f"{self.plan.group}")
         task = self._tasks.get(number)
@@ -170,28 +173,29 @@ class RolloutLedger:
         return True
 
     def extend(self, attempts: Iterable[int], now_s: float) -> None:
-        """A sign of life from the leases with these attempts: their limit starts again."""
+        """Restarts the time limit of the leases with these attempts."""
         for attempt in attempts:
-            if (lease := self._leases.get(attempt)) is not None:
+            lease = self._leases.get(attempt)
+            if lease is not None:
                 until_s = now_s + self.plan.lease_s[lease.stage]
                 self._leases[attempt] = replace(lease, until_s=until_s)
 
     def lose(self, workers: Iterable[int]) -> None:
-        """These workers are gone: others get their tasks, and they get none that they still wait
-        for. Costs nothing for those that it knows of."""
-        if new := {*workers} - self._lost:
-            self._lost |= new
-            self._return(it for it in self._leases.values() if it.worker in new)
+        """Ends the leases of lost workers, which get no more tasks. Ignores those known before."""
+        newly_lost = {*workers} - self._lost
+        if newly_lost:
+            self._lost |= newly_lost
+            self._return(lease for lease in self._leases.values() if lease.worker in newly_lost)
 
     def expire(self, now_s: float) -> bool:
-        """Ends the leases whose limit has passed. Returns whether there are any."""
-        ended = [it for it in self._leases.values() if it.until_s <= now_s]
-        self._totals.update(f"expired {lease.stage}" for lease in ended)
-        return self._return(ended)
+        """Ends the leases whose time limit has passed. Returns whether there are any."""
+        expired = [lease for lease in self._leases.values() if lease.until_s <= now_s]
+        self._totals.update(f"expired {lease.stage}" for lease in expired)
+        return self._return(expired)
 
     def publish(self, generation: int, version: int) -> None:
-        """Generators can have the weights of that many finished steps, and the trainer does not go
-        back behind them: what was consumed before is dropped."""
+        """Notes that generators can have the weights of `version` finished steps. Drops the samples
+        consumed by these steps, because the trainer does not go back further."""
         if generation < self._generation:
             return
         self.version = generation, max(self.published, version)
@@ -206,7 +210,7 @@ class RolloutLedger:
 
     @property
     def start(self) -> int:
-        """The position before which the log's samples are gone."""
+        """The log's first position: the samples before it were dropped."""
         return len(self._base)
 
     @property
@@ -214,9 +218,10 @@ class RolloutLedger:
         return len(self._base) + len(self._log)
 
     def open(self, generation: int, consumed: Consumed) -> None:
-        """The trainer's ranks of this generation read on from where exactly `consumed` stand
-        before. A log that does not have that beginning is written anew from there: of what it had,
-        all that is not consumed is used. Raises DataError for a generation that has ended."""
+        """Begins a generation, whose ranks read from the position before which the log has exactly
+        the prompts `consumed`. If the log has other prompts there, it is written again from that
+        position, with all of its samples that are not consumed. Raises DataError for a generation
+        that has ended."""
         if generation < self._generation:
             raise DataError(f"rollouts for generation {generation}", f"{self._generation}")
         self._generation = generation
@@ -224,7 +229,7 @@ class RolloutLedger:
             self._begin_log(consumed)
 
     def wanted(self) -> list[int]:
-        """The numbers of the prompts to issue, a batch ahead of what may be begun."""
+        """Returns the numbers of the prompts to issue, a batch ahead of those that may be begun."""
         stop = self._admitted + self.plan.prompts_per_batch
         if self.plan.prompts is not None:
             stop = min(stop, self.plan.prompts)
@@ -233,7 +238,7 @@ class RolloutLedger:
         return [number for number in range(self._next, stop) if not self._is_known(number)]
 
     def issue(self, number: int, prompt: bytes) -> None:
-        """The content of a prompt that is wanted; any other is ignored."""
+        """Adds a prompt with its content, if the prompt is wanted."""
         stop = self._admitted + self.plan.prompts_per_batch
         if self._next <= number < stop and not self._is_known(number):
             self._tasks[number] = _Task(number, prompt)
@@ -241,8 +246,8 @@ class RolloutLedger:
             self._nbytes += len(prompt)
 
     def read(self, start: int, stop: int) -> list[tuple[int, tuple[bytes, ...]]] | None:
-        """(number, samples) of the prompts at these positions; None if too few are ready. Raises
-        DataError if the samples are gone."""
+        """Returns (number, samples) of the prompts at these positions; None if too few are ready.
+        Raises DataError if the samples were dropped."""
         if start < self.start:
             raise DataError(f"rollouts from position {start}", f"{self.start} or later")
         self._extend_log(stop)
@@ -252,16 +257,19 @@ class RolloutLedger:
         return [(task.number, task.content) for task in entries]
 
     def consumed_at(self, position: int) -> Consumed | None:
-        """The prompts before a position; None if too few are ready. Raises DataError as `read`."""
+        """Returns the prompts before a position; None if too few are ready. Raises as `read`."""
         return None if self.read(position, position) is None else self._at(position)
 
     def counts(self) -> RolloutCounts:
-        """Counts what the buffer holds; its server knows `wait_s`, which is 0 here."""
+        """Returns the counts of the buffer. `wait_s` is 0 here: the server measures it."""
         batch, stages = self.plan.prompts_per_batch, range(len(self.plan.lease_s))
-        leased = Counter(it.stage for it in self._leases.values())
+        leased = Counter(lease.stage for lease in self._leases.values())
         newest = self._log[-batch:]
-        first = self.end - len(newest)
-        lags = [max(0, at // batch - (it.begun or 0)) for at, it in enumerate(newest, first)]
+        positions = range(self.end - len(newest), self.end)
+        lags = [
+            max(0, position // batch - (task.begun or 0))
+            for position, task in zip(positions, newest, strict=True)
+        ]
         return RolloutCounts(
             waiting=tuple(map(len, self._waiting)),
             leased=tuple(leased[stage] for stage in stages),
@@ -279,7 +287,7 @@ class RolloutLedger:
 
     @property
     def _admitted(self) -> int:
-        """The prompts below may be begun."""
+        """The prompt number below which prompts may be begun."""
         plan = self.plan
         return (self.published + plan.max_version_lag + 1) * plan.prompts_per_batch
 
@@ -287,8 +295,8 @@ class RolloutLedger:
         return number in self._tasks or number in self._base
 
     def _may_begin(self, number: int) -> bool:
-        """Whether a prompt may be begun. Those of the next batch always may, or trainer and
-        generators would wait for each other."""
+        """Returns whether a prompt may be begun. `max_bytes` does not hold back the next batch:
+        otherwise trainer and generators would wait for each other."""
         if number >= self._admitted:
             return False
         batch = self.plan.prompts_per_batch
@@ -299,7 +307,7 @@ class RolloutLedger:
         return self._nbytes + (unfinished + 1) * mean <= self.plan.max_bytes
 
     def _return(self, leases: Iterable[TaskLease]) -> bool:
-        """Ends leases without a result. Returns whether there are any."""
+        """Ends leases without a result: their tasks wait again. Returns whether there are any."""
         ended = list(leases)
         for lease in ended:
             del self._leases[lease.attempt]
@@ -313,12 +321,12 @@ class RolloutLedger:
         return self._base.add(task.number for task in self._log[: position - self.start])
 
     def _extend_log(self, stop: int) -> None:
-        """Appends ready tasks up to position `stop`, as many as there may be. One pass is enough:
-        a task that has to give way to due ones still has to after others were appended."""
+        """Appends as many ready tasks as it may, up to position `stop`. One pass is enough: a task
+        that has to give way to due tasks still has to after other tasks were appended."""
         if stop <= self.end or not self._may_grow:
             return
         lag = self.plan.max_version_lag
-        begun = [it.begun for it in self._tasks.values() if not it.in_log]
+        begun = [task.begun for task in self._tasks.values() if not task.in_log]
         due = Counter(version + lag for version in begun if version is not None)
         for number in sorted(self._ready):
             task = self._tasks[number]
@@ -331,18 +339,19 @@ class RolloutLedger:
         self._may_grow = self.end >= stop
 
     def _leaves_room(self, due: Counter[int], deadline: int) -> bool:
-        """Whether all that is due before `deadline` has its place if the next one is another's."""
+        """Returns whether all tasks that are due before `deadline` still have their places if the
+        log's next position goes to a task that is due then."""
         batch = self.plan.prompts_per_batch
         earlier = 0
-        for by in range(self.end // batch, deadline):
-            earlier += due[by]
-            if earlier >= (by + 1) * batch - self.end:
+        for step in range(self.end // batch, deadline):
+            earlier += due[step]
+            if earlier >= (step + 1) * batch - self.end:
                 return False
         return True
 
     def _begin_log(self, consumed: Consumed) -> None:
-        """An empty log behind `consumed`. A trainer that is behind the published version continues
-        a state that is older: the versions since do not count any more."""
+        """Begins an empty log after `consumed`. If the trainer is behind the published version, it
+        has gone back to an older state: the later versions do not count any more."""
         self._log = []
         self._base = consumed
         self._next = consumed.frontier
@@ -356,7 +365,8 @@ class RolloutLedger:
         for task in kept:
             task.in_log = False
         self._tasks = {task.number: task for task in kept}
-        self._leases = {it.attempt: it for it in self._leases.values() if it.number in self._tasks}
+        leases = self._leases.values()
+        self._leases = {lease.attempt: lease for lease in leases if lease.number in self._tasks}
         for waiting in self._waiting:
             waiting.intersection_update(self._tasks)
         self._nbytes = sum(task.nbytes for task in kept)

@@ -1,8 +1,8 @@
 """The buffer of rollouts: serves a `RolloutLedger` to generators and to the trainer's ranks.
 
-A request is a JSON field [call, arguments], then the contents of prompts or samples, one a field;
-its reply is a JSON object, and contents. What is not there yet is waited for, here, for as long as
-the request says. The ledger is used by the server's thread only.
+A request is a JSON field [call, arguments], followed by the contents of prompts or samples, one in
+each field. Its reply is a JSON object, followed by contents. The server holds a request that it
+cannot answer yet, for as long as the request says. Only the server's thread uses the ledger.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ Reply = tuple[dict[str, Any], Sequence[bytes]]
 
 ROLLOUTS_THREAD = "rayzero-rollouts"
 _EXPIRY_S = 1.0
-"""How often leases that have ended are looked for, while a request waits."""
+"""How often the server looks for expired leases while a request waits."""
 _ASK_AGAIN_S = 5.0
-"""After which another rank is asked for prompts that one was asked for and has not sent."""
+"""Time after which another rank is asked for prompts that the first one has not sent."""
 _ISSUED_AT_ONCE = 256
 
 
 class _Request(NamedTuple):
     contents: list[bytes]
-    is_lost: Callable[[], bool]  # nobody is there any more to get the reply
+    is_lost: Callable[[], bool]  # returns whether the client has left, and gets no reply
 
 
 class RolloutServer(MessageServer):
-    """One buffer, from construction until `close`; it serves those that know the secret of `admit`.
-    Arguments and errors as of `MessageServer`; methods without an underscore may be called by any
-    thread."""
+    """One buffer, from construction until `close`. Serves clients that know the secret of `admit`.
+    Its arguments and errors are those of `MessageServer`. Any thread may call `publish`, `lose`,
+    `counts`, `admit` and `close`."""
 
     def __init__(
         self,
@@ -52,12 +52,12 @@ class RolloutServer(MessageServer):
         timeout_s: float,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        # Leases of an earlier buffer are unknown to this one.
+        # No lease of an earlier buffer may have the attempt of a lease of this one.
         self._ledger = RolloutLedger(plan, first_attempt=secrets.randbits(48))
         self._clock = clock
         self._expired_s = clock()
         self._changed = asyncio.Event()
-        self._asked_stop = 0  # prompts below were asked for
+        self._asked_stop = 0  # ranks were asked for the prompts below this number
         self._asked_until_s = 0.0
         self._wait_s = [0.0] * len(plan.lease_s)  # of workers for tasks, by stage
         self._calls: dict[str, Callable[..., Awaitable[Reply]]] = {
@@ -80,9 +80,9 @@ class RolloutServer(MessageServer):
         self.call_soon(partial(self._change, partial(self._ledger.lose, workers)))
 
     def counts(self) -> RolloutCounts:
-        """Counts what the buffer holds. Raises TimeoutError if the server does not answer within a
-        quarter of its limit, which the controller allows a vault, too: so one call waits at most,
-        and what was received before it is not lost."""
+        """Returns the counts of the buffer. Raises TimeoutError if the server's thread does not
+        answer within a quarter of `timeout_s`, which is also the controller's limit for a vault: so
+        the vault answers the controller in time."""
         counts: Future[RolloutCounts] = Future()
         self.call_soon(
             lambda: counts.set_result(replace(self._ledger.counts(), wait_s=tuple(self._wait_s)))
@@ -107,15 +107,16 @@ class RolloutServer(MessageServer):
         self._wake()
 
     def _wake(self) -> None:
-        """The requests that wait look again."""
+        """Makes the requests that wait look again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def _when(
         self, request: _Request, find: Callable[[], T | None], limit_s: float
     ) -> T | None:
-        """Returns what `find` returns, once that is something; None after the limit, and where
-        nobody waits for it any more: that would be lost."""
+        """Waits until `find` returns something, and returns that. After the limit, returns the last
+        result of `find`. Returns None if the client has left, and then does not call `find`, whose
+        result would be lost."""
         now_s = asyncio.get_running_loop().time
         until_s = now_s() + limit_s
         while True:
@@ -155,7 +156,7 @@ class RolloutServer(MessageServer):
         leases = found or []
         heads = [[lease.number, lease.attempt] for lease in leases]
         reply = {"leases": heads, "version": self._ledger.version}
-        return reply, [it for task in leases for it in (task.prompt, *task.content)]
+        return reply, [content for lease in leases for content in (lease.prompt, *lease.content)]
 
     async def _done(self, request: _Request, leases: list[list[int]]) -> Reply:
         group = self._ledger.plan.group
@@ -181,7 +182,7 @@ class RolloutServer(MessageServer):
         return {}, []
 
     async def _read(self, request: _Request, start: int, count: int, limit_s: float) -> Reply:
-        """Samples from position `start`, in samples."""
+        """Replies with up to `count` samples from position `start`, counted in samples."""
         group = self._ledger.plan.group
         first, last = start // group, -(-(start + count) // group)
         reply = await self._when_ready(request, lambda: self._ledger.read(first, last), limit_s)
@@ -190,22 +191,27 @@ class RolloutServer(MessageServer):
             (number * group + member, sample)
             for number, samples in entries
             for member, sample in enumerate(samples)
-        ][start - first * group :][:count]
-        return reply | {"numbers": [number for number, _ in numbered]}, [it for _, it in numbered]
+        ]
+        skipped = start - first * group
+        numbered = numbered[skipped : skipped + count]
+        numbers = [number for number, _ in numbered]
+        return reply | {"numbers": numbers}, [sample for _, sample in numbered]
 
     async def _consumed(self, request: _Request, position: int, limit_s: float) -> Reply:
-        """The prompts before `position`, in samples."""
+        """Replies with the prompts before `position`, counted in samples."""
         place = position // self._ledger.plan.group
         reply = await self._when_ready(request, lambda: self._ledger.consumed_at(place), limit_s)
-        if (consumed := reply.pop("found")) is not None:
+        consumed = reply.pop("found")
+        if consumed is not None:
             reply |= {"frontier": consumed.frontier, "extras": sorted(consumed.extras)}
         return reply, []
 
     async def _when_ready(
         self, request: _Request, find: Callable[[], Any], limit_s: float
     ) -> dict[str, Any]:
-        """Returns what the trainer asks for, if it is there within the limit, and the prompts that
-        it is to send: returns early for these."""
+        """Waits until `find` returns a result, or the trainer must send prompts. The reply has
+        `found`, the result or None; `ready`, whether there is one; and `wanted`, the numbers of the
+        prompts."""
         reply: dict[str, Any] = {}
 
         def look() -> bool:
@@ -217,7 +223,7 @@ class RolloutServer(MessageServer):
         return reply
 
     def _unasked(self) -> list[int]:
-        """The next prompts to issue, unless a rank is sending them."""
+        """Returns the next prompts to issue, unless a rank was just asked for them."""
         now_s = self._clock()
         wanted = self._ledger.wanted()[:_ISSUED_AT_ONCE]
         if not wanted or (wanted[0] < self._asked_stop and now_s < self._asked_until_s):

@@ -1,4 +1,4 @@
-"""The generators' side of rollouts: tasks, which are taken, worked on, and done."""
+"""The generators' side of rollouts: the tasks that a worker takes and completes."""
 
 from __future__ import annotations
 
@@ -8,23 +8,18 @@ from weakref import WeakSet
 
 from rayzero.engine.errors import EngineError
 from rayzero.workers.rollouts.address import BufferAddress
-from rayzero.workers.rollouts.buffer_client import (
-    POLL_S,
-    RolloutClient,
-    decode,
-    encode,
-)
+from rayzero.workers.rollouts.buffer_client import POLL_S, RolloutClient, decode, encode
 
 
 class Task:
-    """Some prompts that this worker has taken, until `done`. If that does not come, because the
-    worker is lost or takes longer than its role's limit, another one gets them.
+    """Prompts that this worker has taken, until it calls `done`. If the worker is lost, or holds
+    the task longer than its role's limit, another worker gets the prompts.
 
     Attributes:
         prompts: the prompts.
-        samples: those of the stage before, a group for each prompt, in the order of the prompts;
-            empty at the first stage.
-        attempts: the numbers of its leases.
+        samples: the samples of the previous stage, a group for each prompt, in the order of the
+            prompts; empty at the first stage.
+        attempts: the attempt numbers of the leases of its prompts.
     """
 
     def __init__(
@@ -35,22 +30,23 @@ class Task:
         self._is_done = False
         self.attempts = [attempt for _, attempt in leases]
         size = len(contents) // len(leases)
-        self.prompts = [decode(it) for it in contents[::size]]
-        self.samples = [decode(it) for place, it in enumerate(contents) if place % size]
+        self.prompts = [decode(prompt) for prompt in contents[::size]]
+        samples = [content for place, content in enumerate(contents) if place % size]
+        self.samples = [decode(sample) for sample in samples]
 
     def done(self, results: Sequence[Any]) -> bool:
         """Ends the task with its samples.
 
         Args:
-            results: at the first stage, for each prompt a list or tuple of the group's samples; at
-                later ones, for each of `samples` what it has become. Values that can be pickled;
-                tensors arrive in host memory.
+            results: at the first stage, a list or tuple of the group's samples for each prompt; at
+                later stages, a result for each of `samples`. Values must be picklable; tensors
+                arrive in host memory.
 
         Returns:
-            Whether they count: not where another worker has got a prompt meanwhile.
+            Whether all results count: False if another worker has got a prompt meanwhile.
 
         Raises:
-            EngineError: there are too few or too many, or the task was done before.
+            EngineError: there are too few or too many results, or `done` was called before.
         """
         if self._is_done:
             raise EngineError("task.done() was called twice", "once for each task")
@@ -60,15 +56,17 @@ class Task:
         return counted
 
     def extend(self) -> None:
-        """A sign of life of a task that takes long: its limit starts again."""
+        """Restarts the task's time limit: a sign of life of a task that takes long."""
         self._tasks.extend(self.attempts)
 
     def _flatten(self, results: Sequence[Any]) -> list[Any]:
         group = self._tasks.group
         if self.samples and len(results) == len(self.samples):
             return list(results)
-        sizes = [len(it) if isinstance(it, list | tuple) else 1 for it in results]
-        are_groups = not self.samples and all(isinstance(it, list | tuple) for it in results)
+        sizes = [len(result) if isinstance(result, list | tuple) else 1 for result in results]
+        are_groups = not self.samples and all(
+            isinstance(result, list | tuple) for result in results
+        )
         if are_groups and sizes == [group] * len(self.prompts):
             return [sample for samples in results for sample in samples]
         raise EngineError(
@@ -81,22 +79,22 @@ class Task:
 
 
 class Tasks:
-    """An iterator over tasks, without end. By one thread; `Task.done` and `extend` by any others,
-    one at a time.
+    """An endless iterator over tasks. Iterated by one thread; any other threads may call
+    `Task.done` and `Task.extend`, one at a time.
 
     Attributes:
         version: generation and finished steps of the newest weights that generators could have
-            when a task was last asked for.
+            when a task was last requested.
 
     Args:
-        find: the present buffer's address; None: there is none at the moment.
-        worker: this worker's number, by which the controller reports it lost.
-        stage: its place in the chain of roles, from 0.
-        group: samples of a prompt.
-        prompts: of a task, at most.
-        timeout_s: for a buffer that answers.
+        find: returns the current buffer's address; None if there is no buffer at the moment.
+        worker: this worker's index, by which the controller reports it lost.
+        stage: the role's place in the chain of roles, from 0.
+        group: samples of each prompt.
+        timeout_s: as for `RolloutClient`.
         check: called while waiting, and with each take, done and extend: a sign of life. Raises
-            where the worker is to stop.
+            when the worker is to stop.
+        prompts: the most prompts of a task.
     """
 
     def __init__(
@@ -118,8 +116,8 @@ class Tasks:
         self._prompts = prompts
         self._check = check
         self._takes = RolloutClient(find, timeout_s)
-        self._results = RolloutClient(find, timeout_s)  # while a take waits
-        self._held: WeakSet[Task] = WeakSet()  # what the function has dropped is leased again
+        self._results = RolloutClient(find, timeout_s)  # a second one, used while a take waits
+        self._held: WeakSet[Task] = WeakSet()  # tasks that the function drops are leased again
 
     def __iter__(self) -> Iterator[Task]:
         return self
@@ -140,7 +138,8 @@ class Tasks:
             )
             generation, step = values["version"]
             self.version = generation, step
-            if leases := [(number, attempt) for number, attempt in values["leases"]]:
+            leases = [(number, attempt) for number, attempt in values["leases"]]
+            if leases:
                 task = Task(self, leases, contents)
                 self._held.add(task)
                 return task

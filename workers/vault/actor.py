@@ -1,8 +1,9 @@
-"""The Ray actor of a vault: its node's agent. Imports no torch, so that it starts fast.
+"""The Ray actor of a vault, which is its node's agent, too. Imports no torch, so it starts fast.
 
-Created with `num_cpus=0` on its node and `max_concurrency=VAULT_CALL_THREADS`. The controller finds
-it by `open`, and watches its life by `wait_end`; commands then come over the stream. `set_peers`
-passes it the other nodes' vaults, and again whenever one of them is replaced.
+The actor is created on its node with `num_cpus=0` and `max_concurrency=VAULT_CALL_THREADS`. The
+controller calls `open` to get its address, and `wait_end` to watch whether it lives; commands then
+come over the agent's stream. The controller passes it the other nodes' vaults by `set_peers`, and
+calls that again whenever one of them is replaced.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ from rayzero.workers.vault.records import ConnectionLost, SlotRef, VaultEvent, V
 from rayzero.workers.vault.vault import Vault
 
 VAULT_CALL_THREADS = 8
-"""`wait_end` holds one; the others serve the vaults of other nodes."""
+"""Threads for calls: `wait_end` holds one, the others serve the vaults of other nodes."""
 
 _FETCH_TIMEOUT_S = 30.0
 
 
 class VaultActor(Vault):
-    """One node's vault. A caller's commands are the methods of `Vault` and the ones here.
+    """One node's vault. The controller's commands are the methods of `Vault` and of this class.
 
     Args:
         job: the job's name.
         node_id: the node that this actor runs on.
         faults: the job's faults; those of the store are injected here.
         output_dir: the folder of the record of injected faults.
-        orphan_s: as of `OrphanWatch`.
-        health_limit_s: of a check of the node that begins now; None: it is not checked.
+        orphan_s: as for `OrphanWatch`.
+        health_limit_s: time limit of a check of the node that begins at once; None: no check.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class VaultActor(Vault):
 
     def open(self, run: str) -> AgentAddress:
         """Listens for the controller and for the workers of a run. Idempotent. Raises ConfigError
-        if Ray's address of this node is none of its interfaces'."""
+        if no interface of this node has Ray's address of the node."""
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         if self._agent is None:
             self._agent = AgentServer(host, self, self.poll, process_end_event)
@@ -87,9 +88,9 @@ class VaultActor(Vault):
         return AgentAddress(self.address(), host, self._agent.port, self._agent.secret)
 
     def wait_end(self, controller: Attach) -> None:
-        """Returns only when it is called again, as by a later controller, and at once for an
-        earlier one: each call holds a thread, also that of a process which has ended. Ray fails the
-        call, with the cause, when the process or its node ends."""
+        """Waits until this method is called again, as by a later controller. Returns at once for a
+        controller that has been superseded. Each call holds a thread, also if its caller has ended.
+        Ray fails the call, with the cause, when this process or its node ends."""
         asked_again = Event()
         with self._end_lock:
             if not self._watched_by.accepts(controller):
@@ -127,7 +128,7 @@ class VaultActor(Vault):
     # The methods below are called by the vault's own threads.
 
     def _fetch_remote(self, ref: SlotRef, offset: int, length: int) -> memoryview:
-        """Reads through Ray's object store."""
+        """Reads from another node's vault through Ray's object store."""
         limit_s = _FETCH_TIMEOUT_S + length * VERIFY_S_PER_BYTE
         version = ref.generation, ref.rank, ref.step
         data: NDArray[np.uint8] = self._ask(ref.node_id, limit_s, "read", *version, offset, length)
@@ -138,7 +139,8 @@ class VaultActor(Vault):
         return nbytes
 
     def _ask(self, node: str, limit_s: float, method: str, *arguments: Any) -> Any:
-        """The reply of another node's vault."""
+        """Calls another node's vault, and returns its reply. Raises the other vault's RayzeroError;
+        VaultGoneError if it does not answer within the limit."""
         peer = self._peers.get(node)
         if peer is None:
             raise VaultGoneError(f"no vault is known on node {node}")
@@ -156,5 +158,5 @@ class VaultActor(Vault):
 
 
 def process_end_event(worker: int, pid: int, pidfd: int) -> ConnectionLost:
-    """The event of the end of a worker's process, also of one that is not registered here."""
+    """Returns the event for the end of a worker's process, which need not be registered here."""
     return ConnectionLost(worker, pid, read_process_end((pidfd,), -1), has_ended=True)

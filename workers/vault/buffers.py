@@ -15,16 +15,16 @@ from rayzero.workers.vault.records import VaultMemoryError
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """The minimum of the kernel's MemAvailable and the headroom of each cgroup limit.
+    """Returns the minimum of the kernel's MemAvailable and the headroom of each cgroup limit.
 
-    Shared memory counts fully: most limits do not allow it to be swapped out. `root` is the parent
-    folder of /proc and /sys.
+    Shared memory counts as used: most limits do not allow it to be swapped out. `root` is the
+    parent folder of /proc and /sys.
     """
     return min([_mem_available(root), *_cgroup_headroom(root)])
 
 
 def resident_bytes() -> int:
-    """This process's resident memory; 0 if it cannot be determined."""
+    """Returns this process's resident memory; 0 if it cannot be determined."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -40,7 +40,7 @@ def _mem_available(root: Path) -> int:
 
 
 def _cgroup_headroom(root: Path) -> Iterator[int]:
-    """The headroom of this process's cgroup and of each ancestor; the smallest is the limit."""
+    """Yields the headroom of this process's cgroup and of each ancestor; the smallest applies."""
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -64,8 +64,8 @@ def _cgroup_headroom(root: Path) -> Iterator[int]:
 
 
 def _ancestor_cgroups(base: Path, path: str) -> Iterator[Path]:
-    """The cgroup's folder and its ancestors. In a container the path may be the host's, of what is
-    mounted as `base`; then only `base` exists."""
+    """Yields the cgroup's folder and its ancestors. In a container, `path` may be the host's path
+    of the cgroup that is mounted as `base`; then only `base` exists."""
     group = base / path.strip("/")
     while group != base and base in group.parents:
         yield group
@@ -74,7 +74,7 @@ def _ancestor_cgroups(base: Path, path: str) -> Iterator[Path]:
 
 
 def _read_limit(path: Path) -> int | None:
-    """None if the file does not exist or holds no limit."""
+    """Returns the number in a file; None if the file does not exist or holds no limit."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -92,15 +92,16 @@ def _read_memory_stat(group: Path, name: str) -> int:
 
 @dataclass(eq=False)
 class SharedBuffer:
-    """Anonymous shared memory. Grows and never shrinks: other processes have it mapped.
-    `last_owner` wrote it last, and may have kept its mapping."""
+    """Anonymous shared memory. It grows and never shrinks, because other processes have it mapped.
+    `last_owner` is the connection that wrote it last, which may have kept its mapping."""
 
     fd: int
     capacity_bytes: int
     last_owner: object = None
 
     def grow(self, nbytes: int) -> None:
-        """Allocates, and the kernel zeroes, up to `nbytes`: about 1.5 GB/s, without the GIL."""
+        """Grows the capacity to `nbytes`. The kernel zeroes the new pages at about 1.5 GB/s,
+        without the GIL."""
         if nbytes > self.capacity_bytes:
             os.posix_fallocate(self.fd, self.capacity_bytes, nbytes - self.capacity_bytes)
             self.capacity_bytes = nbytes
@@ -111,13 +112,13 @@ class SharedBuffer:
 
 
 class BufferPool:
-    """Owns the spare buffers until `trim`. Safe to use from any thread, and any number of buffers
-    are allocated at once. `available` returns the machine's free memory in bytes."""
+    """Owns the spare buffers until `trim`. Safe to use from any thread; several threads may
+    allocate at once. `available` returns the machine's free memory in bytes."""
 
     def __init__(self, available: Callable[[], int] = available_bytes) -> None:
         self._available_bytes = available
         self._spares: list[SharedBuffer] = []
-        self._growing: dict[SharedBuffer, int] = {}  # bytes that they will have
+        self._growing: dict[SharedBuffer, int] = {}  # the capacity that each will have
         self._lock = Lock()  # guards the spares; held briefly
         # Two allocations must not count on the same free memory. Not held while pages are zeroed.
         self._admission_lock = Lock()
@@ -128,15 +129,17 @@ class BufferPool:
             return sum(buffer.capacity_bytes for buffer in self._spares)
 
     def acquire(self, nbytes: int, owner: object = None) -> SharedBuffer:
-        """A buffer of at least `nbytes`, if possible a spare one, with its old contents, that
-        `owner` wrote last. Raises VaultMemoryError if there is not enough memory."""
+        """Returns a buffer of at least `nbytes`: if possible a spare buffer, which keeps its
+        contents, and preferably one that `owner` wrote last. Raises VaultMemoryError if there is
+        not enough memory."""
         buffer = self._take_best_fitting(nbytes, owner)
         with self._admission_lock:
             missing = max(0, nbytes - buffer.capacity_bytes)
             if missing > self._unclaimed_bytes():
                 self.trim()
             available = self._unclaimed_bytes() if missing else 0
-            if admitted := missing <= available:
+            admitted = missing <= available
+            if admitted:
                 self._growing[buffer] = nbytes
         with suppress(OSError):  # a limit that `available` does not include
             if admitted:
@@ -168,18 +171,21 @@ class BufferPool:
         self.free(spares)
 
     def free(self, buffers: list[SharedBuffer]) -> None:
-        """Their memory is free once nobody has it mapped."""
+        """Frees buffers. The kernel frees their memory when no process has it mapped any more."""
         for buffer in buffers:
             os.close(buffer.fd)
 
     def _unclaimed_bytes(self) -> int:
-        """Free memory that no growing buffer is going to take. Called with the admission lock."""
-        claimed = (goal - buffer.allocated_bytes for buffer, goal in self._growing.items())
-        return sum(-max(0, missing) for missing in claimed) + self._available_bytes()
+        """Returns the free memory that no growing buffer is going to take. Called with the
+        admission lock held."""
+        missing = (goal - buffer.allocated_bytes for buffer, goal in self._growing.items())
+        # Read first: memory that is allocated meanwhile must not count as free.
+        claimed = sum(max(0, nbytes) for nbytes in missing)
+        return self._available_bytes() - claimed
 
     def _take_best_fitting(self, nbytes: int, owner: object) -> SharedBuffer:
-        """The spare of the nearest size, if possible a sufficient one, the owner's before others;
-        an empty one if none."""
+        """Returns a spare buffer; a new, empty one if there is none. Prefers a spare of sufficient
+        size, then one that `owner` wrote last, then one of the nearest size."""
 
         def misfit(spare: SharedBuffer) -> tuple[bool, bool, int]:
             size = spare.capacity_bytes

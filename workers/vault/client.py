@@ -38,21 +38,21 @@ _SLOWEST_RESERVE_BYTES_PER_S = 100e6
 """Memory is usually allocated and touched at about 1 GB/s."""
 _FETCH_TIMEOUT_S = 60.0
 _DEVICE_TIMEOUT_S = 10.0
-"""For the copies of an interrupted mirror, which are queued on the device already."""
+"""Limit for the copies of an interrupted mirror, which are already queued on the device."""
 _MAX_FDS = 64
 
 Ts = TypeVarTuple("Ts")
 
 
 class VaultClient:
-    """Connected from construction until `close`. Safe to use from any thread.
+    """A worker's session with its vault, until `close`. Safe to use from any thread.
 
     Every call may raise VaultGoneError, at the latest at its timeout. A client never reconnects: a
     new vault has a new address. Owns an idle thread, `rayzero-liveness`, which the vault watches to
     detect that this process died.
 
     Args:
-        address: the vault's.
+        address: the vault's socket address.
         worker: this worker's index, which the vault reports if the process dies.
     """
 
@@ -76,7 +76,7 @@ class VaultClient:
             process = (os.getpid(), liveness.native_id or 0, crash_report_fd())
             self._call(_CALL_TIMEOUT_S, WorkerRequests.register, worker, *process)
         except (OSError, VaultGoneError) as error:
-            with suppress(VaultGoneError):  # else a vault that is late takes it for a death
+            with suppress(VaultGoneError):  # otherwise a slow vault takes the close for a death
                 self._send(None, WorkerRequests.deregister)
             self._closed.set()
             self._socket.close()
@@ -114,27 +114,30 @@ class VaultClient:
             self._registered.append(mapping)
 
     def announce_loaded(self, generation: int, step: int) -> None:
-        """All ranks of this generation have loaded that step. Does not wait for a reply."""
+        """Tells the vault that all ranks of this generation have loaded that step. Does not wait
+        for a reply."""
         self._send(None, WorkerRequests.generation_loaded, generation, step)
 
     def announce_complete(self, generation: int) -> None:
-        """All ranks have a complete version of this generation. Does not wait for a reply."""
+        """Tells the vault that all ranks have a complete version of this generation. Does not wait
+        for a reply."""
         self._send(None, WorkerRequests.generation_complete, generation)
 
     def replicate(self, generation: int, rank: int, step: int, nodes: Sequence[str]) -> None:
-        """A slot is committed that these nodes are to have. Does not wait for a reply."""
+        """Orders copies of this rank's committed slot to these nodes. Does not wait for a reply."""
         self._send(None, WorkerRequests.replicate, generation, rank, step, ",".join(nodes))
 
     def announce_replicated(self, generation: int, step: int) -> None:
-        """Other nodes have all ranks' slots of that step, and no older one is needed for them.
-        Does not wait for a reply."""
+        """Tells the vault that other nodes have all ranks' slots of that step, so that replicas of
+        older steps are no longer needed. Does not wait for a reply."""
         self._send(None, WorkerRequests.step_replicated, generation, step)
 
     def release_spares(self, used: Sequence[SlotWriter]) -> None:
-        """All ranks have reserved what they need: releases all buffers but those in `used`."""
-        kept = {id(writer.mapping) for writer in used}
-        unused = [it for it in self._registered if id(it) not in kept]
-        self._registered = [it for it in self._registered if id(it) in kept]
+        """Releases all buffers but those in `used`. Called when all ranks have reserved the buffers
+        that they need."""
+        used_mappings = [writer.mapping for writer in used]
+        unused = [mapping for mapping in self._registered if mapping not in used_mappings]
+        self._registered = [mapping for mapping in self._registered if mapping in used_mappings]
         for mapping in unused:
             mapping.close(_DEVICE_TIMEOUT_S)
         self._send(None, WorkerRequests.trim)
@@ -152,9 +155,10 @@ class VaultClient:
             return source
 
     def open_weights(self, ref: SlotRef) -> int | None:
-        """A new descriptor of a buffer whose image has the weights of that version, and maybe no
-        more; the caller closes it. None while they are copied from another node: ask again. Raises
-        DataError if the version is gone or damaged; VaultMemoryError."""
+        """Returns a new descriptor of a buffer whose image has at least the weights of that
+        version; the caller closes it. Returns None while the weights are being copied from another
+        node: call again. Raises DataError if the version is gone or damaged; VaultMemoryError if
+        this node has too little memory for the copy."""
         fds = self._call(_CALL_TIMEOUT_S, WorkerRequests.open_weights, *ref)
         return fds[0] if fds else None
 
@@ -173,7 +177,7 @@ class VaultClient:
             self._socket.close()
 
     def _map(self, fd: int) -> SlotMapping:
-        """The buffer's mapping; the one that exists, if the buffer has not grown since."""
+        """Returns the buffer's mapping: the existing one, unless the buffer has grown since."""
         key = _buffer_key(fd)
         mapping = self._mappings.get(key)
         if mapping is None or not mapping.covers(fd):
@@ -237,7 +241,7 @@ class VaultClient:
             raise VaultGoneError(f"the vault cannot be reached: {error}") from None
 
     def _receive(self, deadline: float) -> tuple[int, RayzeroError | None, Descriptors]:
-        """The next reply."""
+        """Returns the next reply: the request's id, its error if any, and its descriptors."""
         self._socket.settimeout(max(0.001, deadline - monotonic()))
         try:
             packet, fds, _, _ = socket.recv_fds(
@@ -251,6 +255,6 @@ class VaultClient:
 
 
 def _buffer_key(fd: int) -> tuple[int, int]:
-    """The same for all descriptors of a buffer, as long as one of them or a mapping exists."""
+    """Returns a buffer's key, the same for all descriptors while one or a mapping exists."""
     status = os.fstat(fd)
     return status.st_dev, status.st_ino

@@ -1,4 +1,4 @@
-"""The health of a node, as a process on it measures it."""
+"""The health of a node, measured by a process on the node."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class HealthReport:
     """Everything that was measured on one node.
 
     Args:
-        figures: by check (`orchestrator/policies/health.py` has their units); of a GPU's as
-            `gpu_ecc/0`.
-        errors: by check that failed, why.
+        figures: the measured figures by check (`orchestrator/policies/health.py` has their units);
+            a GPU's checks have names such as `gpu_ecc/0`.
+        errors: the error of each check that failed.
         incomplete: why not all checks ended; empty if they did.
-        unix_s: the node's clock when it sent this.
+        unix_s: the node's clock when the report was sent.
     """
 
     figures: Mapping[str, float] = field(default_factory=dict)
@@ -36,24 +36,25 @@ class HealthReport:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any], incomplete: str) -> HealthReport:
-        """The report of a probe that printed these facts."""
+        """Returns the report of a probe that printed these facts."""
         errors = {name: value for name, value in facts.items() if isinstance(value, str)}
-        figures = {name: float(it) for name, it in facts.items() if name not in errors}
+        figures = {name: float(value) for name, value in facts.items() if name not in errors}
         return cls(figures, errors, incomplete, time())
 
 
 def clock_offset_s(seen_s: float, sent_s: float, received_s: float) -> float:
-    """The least difference of two clocks of which one was read between two times of the other."""
+    """Returns the least possible offset of two clocks, in seconds: one clock showed `seen_s` at a
+    moment between `sent_s` and `received_s` of the other."""
     return max(0.0, sent_s - seen_s, seen_s - received_s)
 
 
 class HealthCheck:
-    """Checks this node, once at a time, in a process of its own and a thread that waits for it.
-    Safe to use from any thread."""
+    """Checks this node in a process of its own, one check at a time. Owns a thread that waits for
+    that process. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self.slower = 1
-        """Of the next checks: see `node_probe`."""
+        """The argument SLOWER of the next checks: see `node_probe`."""
         self._lock = Lock()
         self._report: HealthReport | None = None
         self._thread: Thread | None = None
@@ -61,7 +62,7 @@ class HealthCheck:
         self._is_closed = False
 
     def begin(self, limit_s: float) -> None:
-        """Begins a check, which is killed after the limit; not if one is in progress."""
+        """Begins a check, unless one is in progress. The check is killed after `limit_s`."""
         with self._lock:
             if self._is_closed or (self._thread is not None and self._thread.is_alive()):
                 return
@@ -72,7 +73,7 @@ class HealthCheck:
             self._thread.start()
 
     def report(self) -> HealthReport | None:
-        """That of the last check; None while it is in progress, or if none was begun."""
+        """Returns the report of the last check; None before the first, and during a check."""
         with self._lock:
             return None if self._report is None else replace(self._report, unix_s=time())
 

@@ -27,17 +27,19 @@ from rayzero.workers.vault.slots import (
 FETCH_CHUNK_BYTES = 16 * 2**20
 """The largest read from another node."""
 VERIFY_THREADS = 4
-"""Of a large image: one core reads at a part of the memory's speed."""
+"""Threads that verify a large image, because one core cannot use the memory's full bandwidth."""
 VERIFY_S_PER_BYTE = 1e-8
-"""Part of a read's limit. Usually it is done at several GB/s, but for all readers at once."""
+"""Addition to the time limit of a read for verification, which usually runs at several GB/s, but
+for all readers together."""
 
 FetchRemote: TypeAlias = Callable[[SlotRef, int, int], memoryview]
-"""(version, offset, length) -> bytes of an image on another node; at most a chunk, and fewer at the
-image's end. A length beyond the header at offset 0 is that of all that is verified first."""
+"""(version, offset, length) -> bytes of an image on another node: at most `FETCH_CHUNK_BYTES`, and
+fewer than `length` at the image's end. The other node first verifies the data for a read at offset
+0 of more than the header; `length` is then the size of the image, which sets the time limit."""
 
 
 def require_version(header: SlotHeader | None, ref: SlotRef) -> SlotHeader:
-    """The header. Raises SlotGoneError if it is of another version, or of an incomplete one."""
+    """Returns the header. Raises SlotGoneError unless it is that of the complete version `ref`."""
     if header is None or not header.holds(ref):
         raise SlotGoneError.of(ref)
     return header
@@ -65,13 +67,13 @@ class SlotReader(ABC):
         """Releases the memory. Idempotent."""
 
     def index(self) -> BlockIndex:
-        """The layout of the data."""
+        """Returns the layout of the data."""
         header = self.header
         text = self._read_json(PAGE_BYTES, header.index_bytes, header.index_checksum, "its index")
         return BlockIndex.from_json(text)
 
     def metadata(self) -> dict[str, Any]:
-        """The state's JSON metadata."""
+        """Returns the state's JSON metadata."""
         header, start = self.header, self.header.metadata_offset
         return self._read_json(
             start, header.metadata_bytes, header.metadata_checksum, "its metadata"
@@ -86,18 +88,19 @@ class SlotReader(ABC):
         return document
 
     def _damaged(self, part: str) -> SlotDamagedError:
-        text = f"{self.ref.describe()} is damaged: {part} does not match its checksum"
-        return SlotDamagedError(text)
+        return SlotDamagedError(
+            f"{self.ref.describe()} is damaged: {part} does not match its checksum"
+        )
 
 
 class MappedSlotReader(SlotReader):
     """A version in this node's shared memory.
 
     Args:
-        fd: its buffer; the caller may close it afterwards.
-        header: the header of a replica whose own is not written yet; None: the buffer's.
-        prefix: the buffer has constants, weights and buffers, and no more.
-        mapping: the buffer's, if it is registered with the device.
+        fd: the version's buffer; the caller may close it afterwards.
+        header: for a replica whose header is not written yet; None: the header in the buffer.
+        mapping: the buffer's mapping, if it is registered with the device.
+        prefix: the buffer ends behind the weights and buffers.
     """
 
     def __init__(
@@ -142,7 +145,7 @@ class MappedSlotReader(SlotReader):
 
 
 class RemoteSlotReader(SlotReader):
-    """A version on another node, read through a buffer of one chunk.
+    """A version on another node, read in chunks.
 
     Reads are mostly sequential, so most of them are served from the current chunk.
     """
@@ -178,11 +181,11 @@ def copy_bytes(into: memoryview, source: memoryview) -> None:
 
 
 class VaultSource(StateSource):
-    """The state in the images of one step. Owns them until `close`. Used by one thread.
+    """The training state in the images of one step. Owns them until `close`. Used by one thread.
 
-    Tables and metadata are verified at construction, an image's data before its first read: a rank
-    that reads nothing from a slot does not touch its data. Raises DataError if a slot is gone or
-    damaged.
+    Indexes and metadata are verified at construction; an image's data is verified before its first
+    read, so that a rank that reads nothing from a slot does not touch the slot's data. Raises
+    DataError if a slot is gone or damaged.
     """
 
     def __init__(self, step: int, images: Sequence[SlotReader]) -> None:

@@ -1,9 +1,9 @@
 """The vault's buffers in a worker's memory: mapping them, and registering them with its device.
 
-Lifetime. A mapping lives as long as someone refers to it: its writer, or, once it is registered
-with a device, its client, across generations, because registering takes seconds for 10 GB. It is
-unregistered when it is not needed any more, and before it is unmapped; never while a copy of the
-device may still write it.
+Lifetime. A mapping lives as long as an object refers to it. The slot's writer does; once the
+mapping is registered with a device, the `VaultClient` does, too, across generations, because
+registering 10 GB takes seconds. A mapping is unregistered when it is no longer needed, before it is
+unmapped, and never while a copy of the device may still write it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class SlotMapping:
-    """One buffer, mapped in whole.
+    """One buffer of the vault, mapped as a whole.
 
     Attributes:
-        memory: its bytes.
-        is_busy: whether a device may still be writing `memory`. Raises a device's error.
+        memory: the buffer's bytes.
+        is_busy: returns whether a device may still be writing `memory`. Raises the device's errors.
     """
 
     def __init__(self, fd: int) -> None:
-        """Maps the buffer and its pages, so that no training step pays for page faults; the caller
-        may close `fd`."""
+        """Maps the buffer and populates its pages, so that no training step pays for page faults.
+        The caller may close `fd` afterwards."""
         self.memory = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED)
         self.is_busy: Callable[[], bool] = lambda: False
         self._unregister: Callable[[], None] | None = None
@@ -50,17 +50,18 @@ class SlotMapping:
         return self._unregister is not None
 
     def covers(self, fd: int) -> bool:
-        """Whether it is all of the buffer, which may have grown."""
+        """Returns whether the mapping covers the whole buffer, which may have grown since."""
         return len(self.memory) >= os.fstat(fd).st_size
 
     def register(self, register: Callable[[mmap.mmap], Callable[[], None]]) -> None:
-        """Calls `register` with the memory, unless it was; `close` calls what that returns."""
+        """Registers the memory with a device, unless it is registered: calls `register`, which
+        returns the function that `close` calls to unregister it."""
         if self._unregister is None:
             self._unregister = register(self.memory)
 
     def wait_idle(self, timeout_s: float) -> None:
-        """Returns when no device writes the memory: an interrupted mirror leaves its copies behind.
-        Raises EngineError at the timeout."""
+        """Waits until no device writes the memory: the copies of an interrupted mirror may still be
+        in flight. Raises EngineError at the timeout."""
         deadline = monotonic() + timeout_s
         while self.is_busy():
             if monotonic() > deadline:
@@ -72,7 +73,8 @@ class SlotMapping:
             sleep(_POLL_S)
 
     def close(self, timeout_s: float) -> None:
-        """Ends the registration; if a copy does not end, only the end of the process does that."""
+        """Unregisters the memory, unless a copy is still in flight at the timeout: then the memory
+        stays registered until the process ends."""
         unregister, self._unregister = self._unregister, None
         try:
             self.wait_idle(timeout_s)
@@ -83,8 +85,8 @@ class SlotMapping:
 
 
 def _populate(memory: mmap.mmap) -> None:
-    """Maps all pages, without the GIL: `MAP_POPULATE`, and Python's madvise, hold it for seconds.
-    Where the kernel has huge pages for shared memory (`shmem_enabled`), they are mapped as such."""
+    """Maps all pages without holding the GIL, which `MAP_POPULATE` and Python's madvise hold for
+    seconds. Uses huge pages where the kernel has them for shared memory (`shmem_enabled`)."""
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     pages = np.frombuffer(memory, np.uint8)

@@ -1,9 +1,9 @@
 """Measures the node that it runs on: `python -m rayzero.workers.vault.node_probe [SLOWER]`.
 
-A process of its own, which may hang or be killed. Computing and copying are measured in CPU time,
-so a busy machine is not a slow one; with SLOWER they do their work so many times, as an injected
-fault. Each figure is printed when it is known, as a line of JSON; a text in its place is an
-error.
+The probe is a process of its own, because it may hang or have to be killed. Computing and copying
+are measured in CPU time, so that a busy machine does not seem slow. With SLOWER, an injected fault,
+they do their work that many times. Each figure is printed when it is known, as a line of JSON; a
+string in place of a number is an error.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from rayzero.workers.vault.nvml import gpu_figures
 
 _GIB = 2**30
 _ROUND_CPU_S = 0.05
-"""CPU time of a measurement, of whose repetitions the fastest counts."""
+"""CPU time of a measurement, which is repeated meanwhile; its fastest repetition counts."""
 _MATRIX = 384
 _COPY_BYTES = 32 * 2**20
 _FILE_BYTES = 2**20
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_NICENESS = 15  # that of Ray's workers: with less, a busy machine would never end it
+_NICENESS = 15  # as Ray's workers: with a lower priority it would starve on a busy machine
 
 
 def measure_compute(slower: int) -> dict[str, float]:
-    """GFLOP/s of one core, and whether products of integers were wrong."""
+    """Returns the GFLOP/s of one core, and whether products of integers were wrong."""
     import numpy as np
 
     left = (np.arange(_MATRIX**2) % 7).reshape(_MATRIX, _MATRIX)
@@ -49,7 +49,7 @@ def measure_compute(slower: int) -> dict[str, float]:
 
 
 def measure_memory(slower: int) -> dict[str, float]:
-    """GB/s that are read and written, and whether a copy was wrong."""
+    """Returns the GB/s that one core reads and writes, and whether a copy was wrong."""
     import numpy as np
 
     source = np.arange(_COPY_BYTES // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -60,7 +60,7 @@ def measure_memory(slower: int) -> dict[str, float]:
 
 
 def measure_disk(_: int) -> dict[str, float]:
-    """GiB that are free where temporary files are. Raises OSError if one cannot be written."""
+    """Returns the free GiB for temporary files. Raises OSError if none can be written."""
     content = os.urandom(_FILE_BYTES)
     with TemporaryFile(buffering=0) as file:
         file.write(content)
@@ -73,7 +73,7 @@ def measure_disk(_: int) -> dict[str, float]:
 
 
 def measure_shared_memory(_: int) -> dict[str, float]:
-    """GiB that shared memory may take. Raises OSError if none can be allocated."""
+    """Returns the GiB free for shared memory. Raises OSError if none can be allocated."""
     file = os.memfd_create("rayzero-health", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(file, 0, _FILE_BYTES)
@@ -96,7 +96,7 @@ _MEASUREMENTS: dict[str, Callable[[int], dict[str, float]]] = {
 
 
 def _fastest_s(work: Callable[[], None], slower: int) -> float:
-    """CPU seconds of the fastest repetition."""
+    """Returns the CPU seconds of the fastest repetition."""
     work()  # touches the memory
     began_s, fastest_s = process_time(), float("inf")
     while process_time() - began_s < _ROUND_CPU_S * slower:

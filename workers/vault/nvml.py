@@ -1,4 +1,4 @@
-"""The health of this node's GPUs, as the NVIDIA driver and the kernel's log tell it."""
+"""The health of this node's GPUs, read from the NVIDIA driver and the kernel's log."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from importlib import import_module
 from typing import Any
 
 _HARDWARE_SLOWDOWN = 0x8 | 0x40 | 0x80
-"""nvmlClocksEventReason: HwSlowdown, HwThermalSlowdown, HwPowerBrakeSlowdown. A limit of power or
-of temperature that the driver keeps by itself is usual in training."""
+"""nvmlClocksEventReason: HwSlowdown, HwThermalSlowdown, HwPowerBrakeSlowdown. The driver's own
+limits of power and temperature are not included, because they are usual in training."""
 _BROKEN_XIDS = frozenset({48, 64, 74, 79, 95, 119, 120})
-"""Those of broken memory, links and GPUs that are gone; others are a program's mistake, or over."""
+"""Xids of broken memory, broken links and lost GPUs. Others are program errors or corrected."""
 _XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)")
 _KERNEL_LOG = "/dev/kmsg"
 
 
 def gpu_figures(kernel_log: str = _KERNEL_LOG) -> dict[str, float]:
-    """Returns figures by check and GPU, as `gpu_ecc/0`; none without a GPU, its driver or
-    `nvidia-ml-py`. What a GPU or the driver does not support is left out."""
+    """Returns figures by check and GPU, such as `gpu_ecc/0`; none without a GPU, its driver or
+    `nvidia-ml-py`. Checks that a GPU or the driver does not support are left out."""
     nvml: Any
     try:
         nvml = import_module("pynvml")
@@ -68,8 +68,8 @@ _READINGS: dict[str, Callable[[Any, Any], int]] = {
 
 
 def _broken_xids(kernel_log: str) -> Iterator[tuple[str, int]]:
-    """Each GPU's number on the PCI bus, and its newest Xid of broken hardware since the machine's
-    start. None where this process may not read the log."""
+    """Yields a GPU's number on the PCI bus and the Xid for each error of broken hardware in the
+    log, the oldest first. Yields nothing if this process may not read the log."""
     with suppress(OSError):
         log = os.open(kernel_log, os.O_RDONLY | os.O_NONBLOCK)
         try:
@@ -82,7 +82,7 @@ def _broken_xids(kernel_log: str) -> Iterator[tuple[str, int]]:
 
 
 def _next_record(log: int) -> str:
-    """Empty at the end."""
+    """Returns the next record of the kernel's log; an empty string at the end."""
     while True:
         try:
             return os.read(log, 8192).decode(errors="replace")
@@ -93,5 +93,5 @@ def _next_record(log: int) -> str:
 
 
 def _bus_number(bus: str) -> str:
-    """`17:00` of `00000000:17:00.0`, as the driver and the kernel's log write it."""
+    """Returns `17:00` for `00000000:17:00.0`, as the driver and the kernel's log write it."""
     return bus.lower().partition(".")[0].split(":", 1)[-1]

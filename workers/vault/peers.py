@@ -18,23 +18,23 @@ from rayzero.workers.stacks import TRAINING_THREAD
 from rayzero.workers.vault.process_end import open_crash_report
 
 MAX_SLOW_REQUESTS = 16
-"""Of one connection at once, queued ones included."""
+"""Limit for one connection, including queued requests."""
 _PIDFD_THREAD = os.O_EXCL  # PIDFD_THREAD, Linux 6.9
 
 
 @dataclass(eq=False)
 class Peer:
-    """One connection.
+    """One worker's connection, and its process.
 
     Attributes:
-        host_pid: in the vault's pid namespace.
+        host_pid: the process's pid in the vault's pid namespace.
         pidfd: refers to the process, even if its pid is reused; -1: unavailable.
         worker: the worker's index while it is registered; otherwise -1.
-        pid: in the process's own pid namespace.
+        pid: the process's pid in its own pid namespace.
         thread_fd: refers to a thread that exits when the process dies or deregisters; -1:
             unavailable.
         report_fd: the process's crash report; -1: none.
-        slow_requests: limits what the connection may have in flight.
+        slow_requests: limits the slow requests in flight.
     """
 
     socket: socket.socket
@@ -58,7 +58,8 @@ class Peer:
 
 
 def accept_peer(connection: socket.socket) -> Peer | None:
-    """The peer of a new connection; None, and closed, if it is another user's process."""
+    """Returns the peer of a new connection. Closes the connection of another user's process, and
+    returns None."""
     pid, user = peer_of(connection)
     if user != os.getuid():
         connection.close()
@@ -68,7 +69,8 @@ def accept_peer(connection: socket.socket) -> Peer | None:
 
 
 def _open_pidfd(task: int, flags: int = 0) -> int:
-    """-1 if the task has exited, is in another pid namespace, or the kernel lacks such pidfds."""
+    """Returns a pidfd of a process or thread; -1 if it has exited or is in another pid namespace,
+    or the kernel does not support the flags."""
     try:
         return os.pidfd_open(task, flags)
     except OSError:
@@ -79,10 +81,8 @@ _STACK_TIMEOUT_S = 5.0
 
 
 def inspect_process(pid: int) -> str:
-    """The process's state, its kernel wait channel, and its Python stacks if py-spy is installed.
-
-    One fact a line, stacks last; for people to read.
-    """
+    """Returns the process's state, its kernel wait channel, and its Python stacks if py-spy is
+    installed: text for people, one fact a line, the stacks last."""
     folder = Path(f"/proc/{pid}")
     try:
         status = (folder / "status").read_text()

@@ -1,8 +1,8 @@
 """How a worker's process ended: its signal or exit code, and the stack of a crash in native code.
 
-A crashing process writes its Python stack into a file in memory before it dies, and its vault has
-opened that file before. The vault is not the process's parent; Linux 6.15 and newer report the
-exit status to any holder of a pidfd, also while the process's memory is still being freed.
+Before a crashing process dies, it writes its Python stack into a memfd, which its vault has opened
+in advance. The vault is not the process's parent; Linux 6.15 and newer report the exit status to
+any holder of a pidfd, also while the process's memory is still being freed.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _SIGKILL_CAUSES = (
 
 @dataclass(frozen=True)
 class ProcessEnd:
-    """Empty where it is unknown.
+    """How a process ended. What is unknown is empty.
 
     Attributes:
-        status: `killed by SIGSEGV`, `exited with code 3`.
-        stack: of a crash in native code, as faulthandler writes it.
+        status: such as `its process was killed by SIGSEGV`.
+        stack: the stack of a crash in native code, as faulthandler writes it.
     """
 
     status: str = ""
@@ -55,7 +55,7 @@ def enable_crash_report() -> TextIO:
 
 
 def crash_report_fd() -> int:
-    """-1 in a process without one."""
+    """Returns the descriptor of this process's crash report; -1 if there is none."""
     return enable_crash_report().fileno() if enable_crash_report.cache_info().currsize else -1
 
 
@@ -71,16 +71,17 @@ def read_process_end(pidfds: tuple[int, ...], report_fd: int) -> ProcessEnd:
     """Returns what is known at once of a process that has just died.
 
     Args:
-        pidfds: of the process, or of its threads; -1: none.
-        report_fd: of `open_crash_report`.
+        pidfds: pidfds of the process or its threads; -1: none.
+        report_fd: the result of `open_crash_report`.
     """
     pidfds = tuple(fd for fd in pidfds if fd >= 0)
     if pidfds:
         _wait_exited(pidfds)
-    known = (status for fd in pidfds if (status := _exit_status(fd)) is not None)
-    status = next(known, None)
+    statuses = (_exit_status(fd) for fd in pidfds)
+    status = next((status for status in statuses if status is not None), None)
     stack = b""
-    # A child that it forked, such as a DataLoader's, writes into the same file.
+    # Not if the process is known to have ended otherwise: a forked child, such as a DataLoader's
+    # worker, writes into the same file.
     if report_fd >= 0 and (status is None or os.WTERMSIG(status) in _REPORTED_SIGNALS):
         with suppress(OSError):
             stack = os.pread(report_fd, _MAX_REPORT_BYTES, 0)
@@ -88,15 +89,16 @@ def read_process_end(pidfds: tuple[int, ...], report_fd: int) -> ProcessEnd:
 
 
 def _users_part(report: str) -> str:
-    """The report without the list of loaded modules and rayzero's callers of the function."""
+    """Returns the report without the list of loaded modules and without the frames of rayzero that
+    call the training function."""
     lines = report.partition("\nExtension modules:")[0].strip().splitlines()
-    own = (number for number, line in enumerate(lines) if _CALLERS in line)
-    return "\n".join(lines[: next(own, None)])
+    own_frames = (number for number, line in enumerate(lines) if _CALLERS in line)
+    return "\n".join(lines[: next(own_frames, None)])
 
 
 def _wait_exited(pidfds: tuple[int, ...]) -> None:
-    """Waits for the first one, at most `_EXIT_WAIT_MS`: a process closes its sockets, which may be
-    what was seen of its end, just before its last thread exits."""
+    """Waits until one of the pidfds reports an exit, at most `_EXIT_WAIT_MS`. The caller may have
+    seen only that the process's sockets closed, which happens just before its last thread exits."""
     exits = poll()
     for fd in pidfds:
         exits.register(fd, POLLIN)
@@ -104,7 +106,7 @@ def _wait_exited(pidfds: tuple[int, ...]) -> None:
 
 
 def _exit_status(pidfd: int) -> int | None:
-    """Returns the status as of `waitpid`; None if the process lives, or the kernel reports none."""
+    """Returns the status as `waitpid` does; None if the process lives, or the kernel has none."""
     try:
         request = _PIDFD_INFO.pack(_INFO_EXIT, *[0] * 13)
         reply = _PIDFD_INFO.unpack(fcntl.ioctl(pidfd, _PIDFD_GET_INFO, request))

@@ -1,4 +1,4 @@
-"""Values and errors of vaults, as they pass between processes. Free of torch.
+"""Values and errors of vaults that pass between processes. Free of torch.
 
 Values of which there is one per rank are named tuples: a large job creates and pickles thousands of
 them in every recovery, and a dataclass costs three times as much.
@@ -15,10 +15,10 @@ from rayzero.workers.vault.process_end import ProcessEnd
 
 
 class SlotRef(NamedTuple):
-    """One rank's state of one step, in a vault.
+    """A reference to one rank's state of one step in a vault.
 
     Args:
-        generation, rank: of its writer.
+        generation, rank: of the slot's writer.
         node_id: the node of the vault that holds it.
     """
 
@@ -28,7 +28,7 @@ class SlotRef(NamedTuple):
     node_id: str
 
     def describe(self) -> str:
-        """The text in error messages."""
+        """Returns the text for error messages."""
         return "the slot of generation {}, rank {}, step {} on node {}".format(*self)
 
 
@@ -47,7 +47,7 @@ class Restore:
 
 
 class SlotInfo(NamedTuple):
-    """A complete version, as listed by its vault."""
+    """A complete version in a vault, as the vault lists it."""
 
     generation: int
     rank: int
@@ -55,16 +55,21 @@ class SlotInfo(NamedTuple):
     step: int
     nbytes: int
     pinned: bool
-    """A checkpoint needs it."""
+    """Whether a checkpoint needs the version."""
     replica: bool = False
-    """Copied from another node's vault."""
+    """Whether the version was copied from another node's vault."""
 
 
 @dataclass(frozen=True)
 class ConnectionLost:
-    """A worker's process died, or closed its connection to its node's vault; `end` says how it
-    died, as far as that is known at once. Another one follows when the process `has_ended`: its
-    threads exit first."""
+    """A worker's process died, or closed its connection to its node's vault.
+
+    The event is sent when a thread of the process exits. A second one, with `has_ended`, follows
+    when the whole process has ended.
+
+    Args:
+        end: how the process died, as far as that is known at once.
+    """
 
     worker: int
     pid: int
@@ -74,9 +79,9 @@ class ConnectionLost:
 
 @dataclass(frozen=True)
 class ProcessStalled:
-    """A worker's process is stopped (`state` T or t), or sleeps (S) or waits for a device (D) and
-    uses no CPU, for some seconds. One that waits for other ranks does so, too. Empty: it runs
-    again."""
+    """A worker's process has been stopped (`state` T or t) for some seconds, or has slept (S) or
+    waited for a device (D) without using the CPU. A process that waits for other ranks is reported,
+    too. An empty `state` means that the process runs again."""
 
     worker: int
     pid: int
@@ -95,7 +100,7 @@ VaultEvent: TypeAlias = ConnectionLost | FaultFired | NotReplicated | ProcessSta
 
 
 class VaultGoneError(RayzeroError):
-    """A vault does not answer: it died or hangs. Training can continue without it."""
+    """A vault does not answer, because it died or hangs. Training can continue without it."""
 
 
 class VaultMemoryError(RayzeroError):

@@ -1,11 +1,12 @@
 """The registry of a vault's buffers: their writers, and the lifetimes of versions.
 
 A version is dropped when its generation is over and it is not pinned. The buffer of a dropped
-version becomes spare: the next reservation reuses it, preferably that of the same worker, which may
-have it mapped. So a new generation touches no new pages: all ranks have loaded a step, so older
-ones become spare, and the first buffer is reserved; all have mirrored a step, so the loaded one
-becomes spare, and the second is reserved; then the remaining spares are freed. The unfinished
-buffer of a dead worker is freed, not reused: its device may write it until the process has ended.
+version becomes spare: the next reservation reuses it, preferably a reservation of the same worker,
+which may have it mapped. A new generation therefore touches no new pages. When all ranks have
+loaded a step, the buffers of older steps become spare, and each rank reserves its first buffer.
+When all ranks have mirrored a step, the buffer of the loaded step becomes spare, and each rank
+reserves its second buffer. Then the remaining spares are freed. The unfinished buffer of a dead
+worker is freed, not reused, because its device may write to the buffer until the process has ended.
 
 Rule of ordering: `old-versions` (docs/engine.md).
 """
@@ -38,7 +39,7 @@ from rayzero.workers.vault.slots import (
 
 @dataclass(eq=False)
 class _Entry:
-    """A buffer in use. `owner` is the connection of its writer; None: a replica."""
+    """A buffer in use. `owner` is the connection of its writer; None for a replica."""
 
     buffer: SharedBuffer
     generation: int
@@ -65,8 +66,8 @@ class _Entry:
 class SlotRegistry:
     """Owns the buffers in use until `close`. Safe to use from any thread.
 
-    Whether a version is complete is read from its header: workers write headers without notifying
-    the vault.
+    The registry reads from a version's header whether the version is complete, because workers
+    write headers without notifying the vault.
     """
 
     def __init__(self, pool: BufferPool) -> None:
@@ -77,9 +78,9 @@ class SlotRegistry:
         self._lock = Lock()  # guards the entries; held briefly
 
     def reserve(self, owner: object, header: SlotHeader) -> int:
-        """A new descriptor of an empty buffer with this header; the caller closes it. The owner's
-        buffers without a complete version become spare. Allocation is slow. Raises VaultMemoryError
-        if there is not enough memory."""
+        """Returns a new descriptor of an empty buffer with this header; the caller closes it. The
+        owner's buffers without a complete version become spare. Allocation is slow. Raises
+        VaultMemoryError if there is not enough memory."""
         self.discard_unfinished(owner)  # the owner waits for this call: it is not writing
         buffer = self._pool.acquire(header.nbytes, owner)
         clear_pin(buffer.fd)
@@ -90,16 +91,16 @@ class SlotRegistry:
             return os.dup(buffer.fd)
 
     def open_version(self, ref: SlotRef) -> int:
-        """A new descriptor of the version's buffer; the caller closes it. Raises SlotGoneError if
-        this vault does not hold the version."""
+        """Returns a new descriptor of the version's buffer; the caller closes it. Raises
+        SlotGoneError if this vault does not hold the version."""
         with self._lock:
             return os.dup(self._find_entry(ref).buffer.fd)
 
     @contextmanager
     def open_pinned(self, ref: SlotRef) -> Iterator[int]:
-        """The descriptor of a version whose buffer is not reused during the `with`. Raises
-        SlotGoneError if this vault does not hold the version; or, at the end of the `with`, if it
-        was not pinned and its writer has overwritten it."""
+        """Yields the descriptor of a version whose buffer is not reused during the `with`. Raises
+        SlotGoneError if this vault does not hold the version; also at the end of the `with`, if the
+        version was not pinned and its writer has overwritten it."""
         with self._lock:
             entry = self._find_entry(ref)
             entry.readers += 1
@@ -109,11 +110,11 @@ class SlotRegistry:
 
     @contextmanager
     def receive_replica(self, header: SlotHeader) -> Iterator[int]:
-        """A buffer to fill with a replica of that version, all but the header page.
+        """Yields a buffer to fill with a replica of that version, except for the header page.
 
-        When the `with` succeeds the replica is complete, and kept like its original. The newest
-        older replica of the rank stays until then, and longer if it is kept. Raises SlotGoneError
-        if its generation is over; VaultMemoryError if there is not enough memory.
+        When the `with` succeeds, the replica is complete, and pinned as its original is. The rank's
+        newest replica of an older step stays until then, and longer if it is pinned. Raises
+        SlotGoneError if the generation is over; VaultMemoryError if there is not enough memory.
         """
         with self._lock:
             if header.generation < self._current_generation:
@@ -139,24 +140,26 @@ class SlotRegistry:
             self._add(_Entry(buffer, header.generation, header.rank, None))
 
     def copy_constants(self, header: SlotHeader, into: memoryview) -> bool:
-        """Fills `into` with the constants of that version, of the image of another replica that has
-        the same; False if there is none, or it is damaged."""
+        """Fills `into` with the constants of that version, copied from another replica that has the
+        same constants. Returns False if there is no such replica, or it is damaged."""
+        if not into or header.checksums is None:
+            return False
         with self._lock:
             wanted = header.constant_bytes, header.constants_checksum
-            same = [
+            sources = [
                 (entry, version)
                 for entry, version in self._complete_versions()
                 if (version.constant_bytes, version.constants_checksum) == wanted
                 and version.checksums is not None
                 and entry.owner is None
             ]
-            if not into or not same or header.checksums is None:
+            if not sources:
                 return False
-            entry, version = same[-1]
+            entry, version = sources[-1]
             entry.readers += 1
-        with self._reading(entry), mmap(entry.buffer.fd, version.nbytes, prot=PROT_READ) as image:
+        with self._reading(entry), mmap(entry.buffer.fd, version.nbytes, prot=PROT_READ) as memory:
             start = version.data_offset
-            with memoryview(image) as held, held[start : start + len(into)] as constants:
+            with memoryview(memory) as image, image[start : start + len(into)] as constants:
                 copy_bytes(into, constants)
         return checksum_of(into) == header.constants_checksum
 
@@ -165,7 +168,7 @@ class SlotRegistry:
             return any(version.holds(ref) for _, version in self._complete_versions())
 
     def inventory(self) -> list[SlotInfo]:
-        """All complete versions."""
+        """Returns all complete versions."""
         with self._lock:
             return [
                 SlotInfo(
@@ -181,7 +184,7 @@ class SlotRegistry:
             ]
 
     def usage(self) -> dict[str, int]:
-        """Bytes of shared memory: `slots`, `replicas`, `spare`."""
+        """Returns the bytes of shared memory: `slots`, `replicas`, `spare`."""
         with self._lock:
             held = {"slots": 0, "replicas": 0}
             for entry in self._entries:
@@ -189,16 +192,18 @@ class SlotRegistry:
         return held | {"spare": self._pool.nbytes}
 
     def discard_unfinished(self, owner: object, *, dead: bool = False) -> None:
-        """Makes the owner's buffers without a complete version spare: it no longer writes them; or
-        frees them, if it is `dead`."""
+        """Makes the owner's buffers without a complete version spare, which the owner no longer
+        writes. If the owner is `dead`, frees them."""
         with self._lock:
-            unfinished = [e for e in self._entries if e.owner == owner and e.version is None]
+            owned = [entry for entry in self._entries if entry.owner == owner]
+            unfinished = [entry for entry in owned if entry.version is None]
             for entry in unfinished:
                 entry.reusable = not dead
             self._drop_entries(unfinished)
 
     def generation_loaded(self, generation: int, step: int) -> None:
-        """All ranks of this generation have loaded `step`: nobody goes back behind it."""
+        """Drops unpinned versions of older generations and steps before `step`. All ranks of this
+        generation have loaded `step`, so that no rank goes back further."""
         with self._lock:
             self._drop_entries(
                 entry
@@ -210,13 +215,13 @@ class SlotRegistry:
             )
 
     def generation_complete(self, generation: int) -> None:
-        """All ranks have a complete version of this generation: older generations are over."""
+        """Ends older generations: all ranks have a complete version of this one."""
         with self._lock:
             if generation > self._current_generation:
                 self._evict_before(generation)
 
     def trim(self) -> None:
-        """Frees the spare buffers: all ranks have reserved those that they need."""
+        """Frees the spare buffers. Called when all ranks have reserved the buffers they need."""
         self._pool.trim()
 
     def unpin(self, generation: int, step: int) -> None:
@@ -224,45 +229,49 @@ class SlotRegistry:
         checkpoint needed."""
         with self._lock:
             for entry in self._entries:
-                # Read the pin before the header: the writer sets it before, and only this method
+                # Read the pin before the header: the writer sets the pin first, and only the vault
                 # clears it. In the other order, a pin set in between would be attributed to the
-                # version before.
+                # previous version.
                 pinned, version = read_pin(entry.buffer.fd), entry.version
                 if pinned and version and entry.generation <= generation and version.step <= step:
                     clear_pin(entry.buffer.fd)
             self._evict_before(max(generation, self._current_generation))
 
     def give_up_checkpoints(self) -> None:
-        """There is no controller: unpins what a checkpoint needs and nobody writes, where a newer
-        version is on other nodes, whose successor needs its buffer."""
+        """Unpins versions that wait for a checkpoint, because there is no controller to write one.
+        Skips versions that are being read, and those without a newer version on other nodes. The
+        rank needs the buffers for the steps after that newer version."""
         with self._lock:
-            pinned = [it for it in self._entries if read_pin(it.buffer.fd) and not it.readers]
-            held = self._complete_versions()  # after the pins: see `unpin`
-            newest = {
-                (version.generation, version.rank): version.step
-                for entry, version in sorted(held, key=lambda it: it[1].step)
-                if is_kept(entry.buffer.fd) and not is_to_copy(entry.buffer.fd)
-            }
-            for entry, version in held:
+            pinned = [
+                entry for entry in self._entries if read_pin(entry.buffer.fd) and not entry.readers
+            ]
+            complete = self._complete_versions()  # after the pins: see `unpin`
+            newest: dict[tuple[int, int], int] = {}  # step on other nodes, by generation and rank
+            for entry, version in complete:
+                if is_kept(entry.buffer.fd) and not is_to_copy(entry.buffer.fd):
+                    writer = version.generation, version.rank
+                    newest[writer] = max(version.step, newest.get(writer, 0))
+            for entry, version in complete:
                 is_older = version.step < newest.get((version.generation, version.rank), 0)
                 if entry in pinned and is_older:
                     clear_pin(entry.buffer.fd)
 
     def bytes_to_copy(self, ref: SlotRef) -> int:
-        """The size of that version; 0 if it is not here, or on all nodes that are to have it."""
+        """Returns the size of that version's image; 0 if this vault does not hold the version, or
+        all nodes that are to have it do."""
         with self._lock:
             return sum(version.nbytes for _, version in self._versions_to_copy(ref))
 
     def copied(self, ref: SlotRef, nbytes: int) -> None:
-        """All nodes that are to have a version have it; so many bytes were copied."""
+        """Notes that all nodes that are to have a version have it, after `nbytes` were copied."""
         with self._lock:
             for entry, _ in self._versions_to_copy(ref):
                 write_copied(entry.buffer.fd, nbytes)
 
     def let_go(self, generation: int, step: int) -> None:
-        """All ranks' versions of `step` in `generation` are on other nodes: releases replicas of
-        older steps, and all of older generations. The originals of this one are their writers'.
-        The newest replica of a rank stays until its generation is over."""
+        """Unpins what was kept for other nodes: replicas of older steps, and all versions of older
+        generations. Called when all ranks' versions of `step` in `generation` are on other nodes.
+        Writers unpin this generation's originals. The newest replica stays with its generation."""
         with self._lock:
             for entry, version in self._complete_versions():
                 is_older = version.step < step and entry.owner is None
@@ -271,7 +280,7 @@ class SlotRegistry:
             self._evict_before(max(generation, self._current_generation))
 
     def close(self) -> None:
-        """Releases all memory; pages that a worker still has mapped stay until it unmaps them."""
+        """Releases all memory. Pages that a worker has mapped stay until it unmaps them."""
         with self._lock:
             self._is_closed = True
             self._drop_entries(self._entries)
@@ -279,7 +288,8 @@ class SlotRegistry:
 
     @contextmanager
     def _reading(self, entry: _Entry) -> Iterator[None]:
-        """While the entry's buffer, already counted in `readers`, is read."""
+        """Ends a read of the entry's buffer at the end of the `with`. The caller has counted the
+        read in `readers`."""
         try:
             yield
         finally:
@@ -291,19 +301,22 @@ class SlotRegistry:
     # The methods below are called with the lock held.
 
     def _add(self, entry: _Entry) -> None:
-        """Adds a buffer. Raises VaultGoneError, and frees it, if the vault was closed during its
-        allocation."""
+        """Adds a buffer. Frees it and raises VaultGoneError if the vault was closed meanwhile."""
         if self._is_closed:
             self._pool.free([entry.buffer])
             raise VaultGoneError("the vault is closed")
         self._entries.append(entry)
 
     def _complete_versions(self) -> list[tuple[_Entry, SlotHeader]]:
-        return [(entry, version) for entry in self._entries if (version := entry.version)]
+        versions = [(entry, entry.version) for entry in self._entries]
+        return [(entry, version) for entry, version in versions if version is not None]
 
     def _versions_to_copy(self, ref: SlotRef) -> list[tuple[_Entry, SlotHeader]]:
-        held = [(it, version) for it, version in self._complete_versions() if version.holds(ref)]
-        return [it for it in held if it[0].owner is not None and is_to_copy(it[0].buffer.fd)]
+        return [
+            (entry, version)
+            for entry, version in self._complete_versions()
+            if version.holds(ref) and entry.owner is not None and is_to_copy(entry.buffer.fd)
+        ]
 
     def _find_entry(self, ref: SlotRef) -> _Entry:
         # Latest entry first: salvage may write a version again after all others.
@@ -320,7 +333,8 @@ class SlotRegistry:
         self._release(dropped)
 
     def _release(self, dropped: list[_Entry]) -> None:
-        """Buffers that are being read are released by their last reader."""
+        """Releases the buffers of dropped entries, or leaves that to the last reader of a
+        buffer."""
         unread = [entry for entry in dropped if not entry.readers]
         self._pool.release([entry.buffer for entry in unread if entry.reusable])
         self._pool.free([entry.buffer for entry in unread if not entry.reusable])
@@ -337,7 +351,8 @@ class SlotRegistry:
         )
 
     def _outdated_replicas(self) -> list[_Entry]:
-        """Replicas of which this vault has a newer one."""
-        steps = {entry: it.step for entry, it in self._complete_versions() if entry.owner is None}
-        newest = {(it.generation, it.rank): it for it in sorted(steps, key=steps.__getitem__)}
-        return [it for it in steps if newest[it.generation, it.rank] is not it]
+        """Returns the replicas of which this vault has a newer one."""
+        held = [pair for pair in self._complete_versions() if pair[0].owner is None]
+        held.sort(key=lambda pair: pair[1].step)
+        newest = {(entry.generation, entry.rank): entry for entry, _ in held}
+        return [entry for entry, _ in held if newest[entry.generation, entry.rank] is not entry]

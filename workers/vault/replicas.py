@@ -1,11 +1,12 @@
 """Replicas: the copies of a node's slots in the vaults of other nodes, in both directions.
 
-A rank's assignment names the nodes that are to have its state; with each slot that it keeps for
-them, the rank passes the order on. So copies need no controller, and end with the generation. The
-rank reads in the slot that all nodes have it; the ranks' next vote shows the same of all slots of a
-step, and releases the older ones: see `Mirror`.
+A rank's assignment names the nodes that are to have copies of its state. When the rank has written
+a slot that it keeps for them, it orders the copies from its vault. Copies therefore need no
+controller, and end with the generation. When all nodes have a copy, the slot says so, where the
+rank reads it. The ranks' next vote shows whether that holds for all ranks' slots of a step, and
+then releases the older slots: see `Mirror`.
 
-The vault that is to have a slot pulls it, one chunk at a time, when the slot's own asks it to.
+The slot's vault asks the other nodes' vaults to copy the slot; they pull it, one chunk at a time.
 """
 
 from __future__ import annotations
@@ -24,33 +25,34 @@ from rayzero.workers.vault.registry import SlotRegistry
 from rayzero.workers.vault.slots import PAGE_BYTES
 
 MAX_REPLICATE_CALLS = 3
-"""Calls of `pull` at once, of which all but one wait; fewer than the vault's threads."""
+"""Most calls of `pull` in flight, of which all but one wait. Fewer than the vault's threads."""
 RETRY_BACKOFF_S = (1.0, 4.0, 16.0, 60.0)
 """Wait before each further attempt to copy to a node; the last value repeats."""
 TRANSFER_GRACE_S = 600.0
 SLOWEST_TRANSFER_BYTES_PER_S = 10e6
-"""A store or a network that is slower has failed."""
+"""A store or a network that is slower than this has failed."""
 _MAX_FAILURES = 64
-"""Most failures that are kept until a controller asks for them."""
+"""How many failures are kept until a controller asks for them."""
 
 CopyTo: TypeAlias = Callable[[str, SlotRef, float], int]
-"""(node, one of this vault's slots, limit in seconds): calls `Vault.replicate` of that node, and
-returns and raises what that does; VaultGoneError after the limit."""
+"""(node, one of this vault's slots, limit in seconds) -> bytes copied: calls `Vault.replicate` on
+that node. Raises the errors of that method; VaultGoneError after the limit."""
 
 
 def copy_nowhere(node: str, ref: SlotRef, limit_s: float) -> int:
-    """The copies of a vault without others."""
+    """Raises VaultGoneError: the `CopyTo` of a vault that knows no other vaults."""
     raise VaultGoneError(f"no vault is known on node {node}")
 
 
 def transfer_limit_s(nbytes: int) -> float:
-    """How long a vault may take to write or copy that much."""
+    """Returns how long a vault may take to write or copy `nbytes`."""
     return TRANSFER_GRACE_S + nbytes / SLOWEST_TRANSFER_BYTES_PER_S
 
 
 class Replicas:
-    """Owns a thread for each node with copies in flight, which ends with them or after `close`.
-    Safe to use from any thread."""
+    """Copies this vault's slots to other nodes, and other nodes' slots to this vault. Owns a thread
+    for each node to which copies are in flight; the thread ends with them or after `close`. Safe to
+    use from any thread."""
 
     def __init__(self, registry: SlotRegistry, fetch: FetchRemote, copy_to: CopyTo) -> None:
         self._registry = registry
@@ -60,15 +62,15 @@ class Replicas:
         self._pulls = BoundedSemaphore(MAX_REPLICATE_CALLS)
         self.failures: deque[NotReplicated] = deque(maxlen=_MAX_FAILURES)
         """The newest failed attempts."""
-        self._orders: dict[str, deque[SlotRef]] = {}  # by node, of those that have a thread
-        self._copied: dict[SlotRef, tuple[int, int]] = {}  # the nodes that lack it, bytes copied
+        self._orders: dict[str, deque[SlotRef]] = {}  # by node; a node here has a thread
+        self._copied: dict[SlotRef, tuple[int, int]] = {}  # nodes without a copy, bytes copied
         self._generation = 0  # the newest
         self._is_closed = False
         self._changed = Condition()  # guards the four above
 
     def order(self, ref: SlotRef, nodes: Sequence[str]) -> None:
-        """Copies one of this vault's slots to other nodes, unless there is one of a newer
-        generation. Attempts for older generations end."""
+        """Begins to copy one of this vault's slots to other nodes, unless a slot of a newer
+        generation was ordered before. Attempts for older generations end."""
         with self._changed:
             if self._is_closed or ref.generation < self._generation:
                 return
@@ -87,7 +89,7 @@ class Replicas:
             self._changed.notify_all()
 
     def pull(self, slots: Sequence[SlotRef]) -> int:
-        """Copies as `Vault.replicate`."""
+        """Copies other nodes' slots to this vault: see `Vault.replicate`."""
         # A caller that timed out may call again: retries must not use up the vault's threads.
         if not self._pulls.acquire(blocking=False):
             raise VaultGoneError("earlier requests for replicas are still in flight")
@@ -98,7 +100,7 @@ class Replicas:
             self._pulls.release()
 
     def close(self) -> None:
-        """Ends copies at their next chunk, and attempts at once. Idempotent."""
+        """Aborts copies to this vault at their next chunk. Ends waits for a retry. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -120,17 +122,18 @@ class Replicas:
                 self._add_copied(ref, nbytes)
 
     def _take(self, node: str) -> SlotRef | None:
-        """The oldest order for that node; None, and the thread ends, if there is none."""
+        """Returns the oldest order for that node; None if there is none: the thread then ends."""
         with self._changed:
             orders = self._orders[node]
             while orders and not self._is_closed:
-                if self._registry.bytes_to_copy(ref := orders.popleft()):
+                ref = orders.popleft()
+                if self._registry.bytes_to_copy(ref):
                     return ref
             del self._orders[node]
             return None
 
     def _postpone(self, node: str, ref: SlotRef, pause_s: float) -> None:
-        """Puts an order back, and waits; not for one whose generation is over."""
+        """Puts an order back and waits before the next attempt, unless its generation is over."""
         with self._changed:
             if ref.generation == self._generation:
                 self._orders[node].append(ref)
@@ -153,7 +156,7 @@ class Replicas:
         header, start = source.header, source.header.data_offset
         stop = start + header.constant_bytes
         nbytes = header.nbytes
-        with self._registry.receive_replica(header) as fd:  # it writes the header last
+        with self._registry.receive_replica(header) as fd:  # writes the header at its end
             with (
                 mmap.mmap(fd, header.nbytes) as buffer,
                 memoryview(buffer) as whole,
@@ -163,7 +166,7 @@ class Replicas:
             ):
                 source.read(PAGE_BYTES, front)
                 if self._registry.copy_constants(header, constants):
-                    nbytes -= header.constant_bytes  # of a replica that is here
+                    nbytes -= header.constant_bytes  # copied from another replica in this vault
                 else:
                     source.read(start, constants)
                 source.read(stop, rest)

@@ -1,8 +1,8 @@
 """The calls of a worker to its vault: JSON packets over a unix socket, with file descriptors.
 
 A request is {"call": a method of `WorkerRequests`, "arguments", "id"}. Its reply is a pickled (id,
-error or None), with the descriptors that the method returned; a request without an id gets none.
-The vault checks what it receives; a worker trusts its vault.
+error or None), with the descriptors that the method returned; a request whose id is null gets no
+reply. The vault checks the requests that it receives; a worker trusts its vault.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from rayzero.workers.vault.weight_replicas import WeightReplicas
 
 _MAX_IMAGE_BYTES = 2**50
 MAX_PACKET_BYTES = 64 * 1024
-"""The longest message; indexes and states go through shared memory."""
+"""Size limit of a message. Indexes and states go through shared memory."""
 
 Descriptors: TypeAlias = list[int]
 """File descriptors for the worker; closed here once they are sent."""
 
 
 class WorkerRequests:
-    """The calls of a worker by `VaultClient`. Several threads run them at once, but for one peer in
-    order. A method returns descriptors if its reply has any, and raises what the worker's call
-    raises."""
+    """The methods that a worker calls by `VaultClient`. Several threads run them at once, but those
+    of one peer in order. A method returns the descriptors of its reply, if it has any; its errors
+    are raised in the worker."""
 
     def __init__(
         self,
@@ -47,9 +47,9 @@ class WorkerRequests:
         self._weights = weights
 
     def register(self, peer: Peer, worker: int, pid: int, thread: int, report_fd: int) -> None:
-        """Identifies the worker behind a connection. `thread` is the native id of one that exits
-        with the process, or after `deregister`; `report_fd` is that of the process's crash report,
-        or -1."""
+        """Identifies the worker behind a connection. `thread` is the native id of a thread that
+        exits with the process, or after `deregister`; `report_fd` is the descriptor of the
+        process's crash report, or -1."""
         peer.register(worker, pid, thread, report_fd)
 
     def reserve(
@@ -61,17 +61,17 @@ class WorkerRequests:
         index_bytes: int,
         data_bytes: int,
     ) -> Descriptors:
-        """An empty buffer. Makes the worker's buffers without a complete version spare."""
+        """Returns an empty buffer. Makes the worker's buffers without a complete version spare."""
         header = SlotHeader(generation, rank, world_size, index_bytes, data_bytes)
         fd = self._registry.reserve(peer, header)
-        if peer.closed:  # it died during the allocation: its end was handled too early for this one
+        if peer.closed:  # during the allocation: its end was handled before the buffer existed
             self._registry.discard_unfinished(peer)
         return [fd]
 
     def open_version(
         self, peer: Peer, generation: int, rank: int, step: int, node_id: str
     ) -> Descriptors:
-        """The buffer of a version in this vault; nothing if the version is on another node."""
+        """Returns the buffer of a version in this vault; nothing if another node has it."""
         if node_id != self._node_id:
             return []
         return [self._registry.open_version(SlotRef(generation, rank, step, node_id))]
@@ -79,8 +79,8 @@ class WorkerRequests:
     def open_weights(
         self, peer: Peer, generation: int, rank: int, step: int, node_id: str
     ) -> Descriptors:
-        """A buffer with the weights of a version; nothing while they are copied to this node. Does
-        not wait: readers must not use up the threads for slow requests, which ranks need."""
+        """Returns a buffer with the weights of a version; nothing while they are being copied to
+        this node. Does not wait: readers must not use up the ranks' threads for slow requests."""
         ref = SlotRef(generation, rank, step, node_id)
         if node_id == self._node_id or self._registry.has_version(ref):
             return [self._registry.open_version(ref)]
@@ -97,8 +97,8 @@ class WorkerRequests:
         offset: int,
         length: int,
     ) -> Descriptors:
-        """A file with bytes of a version's image from another node's vault: fewer than `length` at
-        the image's end."""
+        """Returns a file with bytes of a version's image, read from another node's vault; fewer
+        than `length` at the image's end."""
         ref = SlotRef(generation, rank, step, node_id)
         data = self._fetch(ref, offset, min(length, _MAX_IMAGE_BYTES))
         fd = os.memfd_create("rayzero-fetched", os.MFD_CLOEXEC)
@@ -111,28 +111,27 @@ class WorkerRequests:
         return [fd]
 
     def generation_complete(self, peer: Peer, generation: int) -> None:
-        """All ranks have a complete version of this generation: older ones can be freed."""
+        """Frees older generations: all ranks have a complete version of this one."""
         self._registry.generation_complete(generation)
 
     def generation_loaded(self, peer: Peer, generation: int, step: int) -> None:
-        """All ranks have loaded that step: older ones can be overwritten."""
+        """Allows older steps to be overwritten: all ranks have loaded that step."""
         self._registry.generation_loaded(generation, step)
 
     def replicate(self, peer: Peer, generation: int, rank: int, step: int, nodes: str) -> None:
-        """A version is complete, and to be copied to these nodes, whose ids are separated by
-        commas."""
+        """Orders copies of a complete version to these nodes, whose ids are separated by commas."""
         self._replicas.order(SlotRef(generation, rank, step, self._node_id), nodes.split(","))
 
     def step_replicated(self, peer: Peer, generation: int, step: int) -> None:
-        """The versions of that step of all ranks are on other nodes: see `SlotRegistry.let_go`."""
+        """See `SlotRegistry.let_go`: other nodes have all ranks' versions of that step."""
         self._registry.let_go(generation, step)
 
     def trim(self, peer: Peer) -> None:
-        """All ranks have reserved their buffers: spare ones can be freed."""
+        """Frees spare buffers: all ranks have reserved theirs."""
         self._registry.trim()
 
     def deregister(self, peer: Peer) -> None:
-        """Closes the session: the end of the connection is then no loss."""
+        """Closes the session, so that the end of the connection is not reported as a loss."""
         peer.worker = -1
         self._registry.discard_unfinished(peer)
 
@@ -145,7 +144,7 @@ _ARGUMENT_TYPES = {
 
 
 def check_request(name: Any, arguments: Any) -> None:
-    """Raises DataError if there is no such call, or its arguments have other types."""
+    """Raises DataError if there is no such call, or the arguments have the wrong types."""
     types = _ARGUMENT_TYPES.get(name) if isinstance(name, str) else None
     if types is None:
         raise DataError(f"vault request {name!r}", f"one of {[*_ARGUMENT_TYPES]}")
@@ -154,5 +153,5 @@ def check_request(name: Any, arguments: Any) -> None:
 
 
 def abstract_socket_name(address: str) -> str:
-    """The address as the kernel expects it: an abstract name starts with a zero byte."""
+    """Returns the address as the kernel expects it: an abstract name starts with a zero byte."""
     return "\0" + address.removeprefix("@")

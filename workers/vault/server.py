@@ -1,7 +1,7 @@
 """The vault's unix-socket server: transport, and detection of workers that die.
 
-One thread serves all connections and waits for nothing but them, so that a worker's death is
-detected at once. Slow requests (memory allocation, reads from other nodes) run on a thread pool.
+One thread serves all connections and waits for nothing else, so that a worker's death is detected
+at once. Slow requests (memory allocation, reads from other nodes) run on a thread pool.
 """
 
 from __future__ import annotations
@@ -37,28 +37,29 @@ from rayzero.workers.vault.requests import (
 Ts = TypeVarTuple("Ts")
 
 _IO_THREADS = 16
-"""Started as needed; the ranks of a node reserve at the same time, each for seconds."""
+"""Most threads for slow requests, started as needed. The ranks of a node reserve buffers at the
+same time, and each reservation takes seconds."""
 _STOP_TIMEOUT_S = 5.0
 _SLOW_REQUESTS = WorkerRequests.reserve.__name__, WorkerRequests.fetch_version.__name__
 
-_PING_INTERVAL_S = 1.0  # how often a poll that waits for the server's thread looks if it lives
+_PING_INTERVAL_S = 1.0  # how often a poll that waits for the server's thread checks that it lives
 _MAX_PACKETS_IN_TURN = 64
 _MAX_UNREGISTERED = 64
-"""Connections whose worker is not known yet: a worker registers at once. Beyond that the oldest is
-closed, so that strangers cannot use up the descriptors."""
+"""Limit for connections that have not registered a worker, which workers do at once. Beyond it, the
+oldest such connection is closed, so that strangers cannot use up the descriptors."""
 _MAX_DISCONNECTED = 16
 """How many pidfds of disconnected workers are retained."""
 
 
 def make_address(job: str) -> str:
-    """An abstract socket address: it needs no folder and no cleanup."""
+    """Returns a new abstract socket address, which needs no folder and no cleanup."""
     name = "".join(char for char in job if char.isascii() and (char.isalnum() or char in "-_"))
     return f"@rayzero-{name[:40]}-{secrets.token_hex(8)}"
 
 
 class VaultServer:
-    """Listens from construction until `close`. `poll` and `kill` may be called by any thread.
-    `on_disconnect` is called for every peer that is gone, on the server's thread."""
+    """Serves the node's workers from construction until `close`. Any thread may call `poll` and
+    `kill`. The server's thread calls `on_disconnect` for every peer that has disconnected."""
 
     def __init__(
         self, address: str, requests: WorkerRequests, on_disconnect: Callable[[Peer], None]
@@ -66,7 +67,7 @@ class VaultServer:
         self._requests = requests
         self._on_disconnect = on_disconnect
         self._peers: list[Peer] = []
-        self._disconnected: deque[Peer] = deque()  # not deregistered: may be alive, to be killed
+        self._disconnected: deque[Peer] = deque()  # without deregistering: may be alive, for `kill`
         self._lock = Lock()  # guards both; no descriptor is closed while another thread uses it
         self._losses: SimpleQueue[ConnectionLost | None] = SimpleQueue()  # None: closed
         self._io_pool = ThreadPoolExecutor(_IO_THREADS, "rayzero-vault-io")
@@ -84,9 +85,9 @@ class VaultServer:
         self._thread.start()
 
     def poll(self, timeout_s: float) -> list[ConnectionLost]:
-        """Workers that died, each reported once; waits up to `timeout_s` for one. Without one, it
-        returns only once the server's thread has shown that it serves. Raises VaultGoneError if the
-        thread has ended."""
+        """Returns the workers that died, each once; waits up to `timeout_s` for the first. If there
+        is none, it returns only when the server's thread has shown that it serves. Raises
+        VaultGoneError if that thread has ended."""
         losses: list[ConnectionLost | None] = []
         with self._lock:
             if not self._stopping:
@@ -104,10 +105,12 @@ class VaultServer:
         return [loss for loss in losses if loss is not None]
 
     def kill(self, pid: int) -> bool:
-        """Sends SIGKILL to a worker's process. False if no worker with that pid was connected."""
+        """Sends SIGKILL to a worker's process. Returns False if no worker with that pid was
+        connected."""
         with self._lock:
             peers = (*self._disconnected, *self._peers)
-            fd = {peer.pid: peer.pidfd for peer in peers if peer.worker >= 0}.get(pid, -1)
+            pidfds = {peer.pid: peer.pidfd for peer in peers if peer.worker >= 0}
+            fd = pidfds.get(pid, -1)
             if fd < 0:
                 return False
             with suppress(ProcessLookupError):
@@ -115,9 +118,9 @@ class VaultServer:
             return True
 
     def processes(self) -> list[tuple[int, int]]:
-        """The workers' indices and pids, as far as those are of this pid namespace."""
+        """Returns the index and pid of each worker whose process is in this pid namespace."""
         with self._lock:
-            return [(it.worker, it.pid) for it in self._peers if it.thread_fd >= 0]
+            return [(peer.worker, peer.pid) for peer in self._peers if peer.thread_fd >= 0]
 
     def close(self) -> None:
         """Closes all connections, ends all polls and stops the thread. Idempotent.
@@ -138,7 +141,7 @@ class VaultServer:
                 _close_fds(self._disconnected.popleft().pidfd)
 
     def _run(self, peer: Peer, message: dict[str, Any]) -> None:
-        """Executes a request and replies. On the thread pool, if the request is slow."""
+        """Executes a request and replies. Runs on the thread pool if the request is slow."""
         fds: Descriptors = []
         error: RayzeroError | None = None
         try:
@@ -156,14 +159,14 @@ class VaultServer:
     def _reply(
         self, peer: Peer, request_id: Any, error: RayzeroError | None, fds: Descriptors
     ) -> None:
-        """Never blocks: a worker has one call in flight, and replies are short."""
+        """Sends a reply. Never blocks: a worker has one call in flight, and replies are short."""
         with self._lock:
             if request_id is None or peer.closed:
                 return
             try:
                 socket.send_fds(peer.socket, [pickle.dumps((request_id, error))], fds)
             except OSError:
-                with suppress(OSError):  # the server's thread sees the end, and reports the loss
+                with suppress(OSError):  # wakes the server's thread, which reports the loss
                     peer.socket.shutdown(socket.SHUT_RDWR)
 
     # The methods below run on the server's thread.
@@ -205,7 +208,8 @@ class VaultServer:
                 self._on_readable(peer.pidfd, self._on_exit, peer)
 
     def _receive(self, peer: Peer) -> None:
-        """Handles requests that have arrived; a few, so that nobody can keep others waiting."""
+        """Handles requests that have arrived; at most `_MAX_PACKETS_IN_TURN`, so that one peer
+        cannot keep the others waiting."""
         for _ in range(_MAX_PACKETS_IN_TURN):
             if peer.closed:
                 return
@@ -227,15 +231,15 @@ class VaultServer:
                 if peer.slow_requests.acquire(blocking=False):
                     running = self._io_pool.submit(self._run, peer, message)
                     running.add_done_callback(lambda _: peer.slow_requests.release())
-                else:  # a worker has one call in flight, besides those that timed out
+                else:  # too many: a worker has one call in flight, and those that timed out
                     self._report_loss(peer)
             return
         watched = peer.thread_fd
         self._run(peer, message)
         if peer.thread_fd != watched:
-            # Watches a thread of the worker, too. When a process dies its threads exit first,
-            # within a millisecond; then its memory is freed, which takes tenths of a second, or
-            # seconds with a GPU; only then are its sockets closed.
+            # Watch a thread of the worker, too. When a process dies, its threads exit first, within
+            # a millisecond. Then its memory is freed, which takes tenths of a second, or seconds
+            # with a GPU. Only then are its sockets closed.
             self._on_readable(peer.thread_fd, self._on_exit, peer)
 
     def _on_exit(self, peer: Peer) -> None:
@@ -243,7 +247,7 @@ class VaultServer:
         self._report_loss(peer)
 
     def _report_loss(self, peer: Peer) -> None:
-        """The process died, or it closed the connection without `deregister`."""
+        """Reports a peer whose process died, or closed the connection without `deregister`."""
         if peer.closed:
             return
         if peer.worker >= 0:

@@ -4,10 +4,11 @@ An *image* is all bytes of a buffer: the header page, the state's index as JSON,
 state's JSON metadata, and the data, each part on pages of its own. An image describes itself: a
 copy of it is a replica, and can be read without its writer.
 
-The order of writes in `begin` and `commit` makes a kill at any point harmless. The header says that
-there is no version before the first byte of data changes, and names the version after the last one
-has. It carries its own checksum, so that a half-written header is invalid. A writer killed in
-between leaves a buffer without a complete version; the rank's other buffers are untouched.
+The order of writes in `begin` and `commit` makes a kill at any point harmless. `begin` writes a
+header without a version before the first byte of data changes; `commit` writes the version into the
+header after the last byte has changed. The header carries its own checksum, so that a half-written
+header is invalid. A writer that is killed in between leaves a buffer without a complete version;
+the rank's other buffers are untouched.
 
 Rule of ordering: `slot-header` (docs/engine.md).
 """
@@ -32,20 +33,22 @@ from rayzero.workers.vault.records import SlotDamagedError, SlotGoneError, SlotR
 PAGE_BYTES = 4096
 
 PIN_OFFSET = PAGE_BYTES // 2
-"""Offset of the pin for a checkpoint: a byte of its own, because the writer sets it and the vault
-clears it."""
+"""Offset of the byte that pins the version for a checkpoint. It is no field of the header, because
+the slot's writer sets it and the vault clears it."""
 
 COPY_OFFSET = PIN_OFFSET + 8
-"""Offset of the pin for other nodes, an integer that has one writer at a time: the slot's writer
-sets `_TO_COPY`, then its vault what `write_copied` does, then the slot's writer 0."""
+"""Offset of the integer that pins the version for other nodes. It has one writer at a time: the
+slot's writer sets it to `_TO_COPY`, then the vault calls `write_copied`, then the slot's writer
+sets it to 0."""
 
 METADATA_CAPACITY = 256 * 1024
 """Space for the JSON metadata in bytes."""
 
 CHUNK_BYTES = 64 * 2**20
-"""A checksum of data is that of the checksums of its chunks, so that threads can share it. Three
-parts have one of their own: what training never changes, which comes first, is not hashed again;
-the other weights and buffers, behind it, are read without the rest."""
+"""Size of the chunks that are hashed separately, so that threads can share the work. The checksum
+of data is the checksum of its chunks' checksums. A slot's data has three checksums: of the
+constants, which training never changes and which are hashed only once; of the other weights and
+buffers, which are also read without the rest; and of the rest."""
 
 _MAGIC = b"RZ slot\0"
 _FORMAT_VERSION = 5
@@ -57,8 +60,8 @@ HEADER_BYTES = _HEADER_STRUCT.size + _CHECKSUM_STRUCT.size
 
 
 class SlotChecksums(NamedTuple):
-    """`checksum_of` the weights and buffers in a slot's data that are no constants, and of what
-    is behind them."""
+    """The checksums (`checksum_of`) of a slot's data behind the constants: `weights` of the other
+    weights and buffers, `rest` of everything after them."""
 
     weights: int
     rest: int
@@ -69,12 +72,13 @@ class SlotHeader(NamedTuple):
 
     Attributes:
         step: finished steps of the state; -1 if there is no complete version.
-        constant_bytes: of the data, at its beginning; training never changes them.
-        weight_bytes: of the data, at its beginning: the constants, the other weights and buffers.
+        constant_bytes: size of the constants, with which the data begins. Training never changes
+            them.
+        weight_bytes: size of the constants and the other weights and buffers, with which the data
+            begins.
         index_checksum, metadata_checksum: xxh3-64.
-        constants_checksum: `checksum_of` the constant bytes of the data.
-        checksums: of the other weights and buffers, and of the rest; None if they were not
-            computed.
+        constants_checksum: `checksum_of` the constants.
+        checksums: of the data behind the constants; None if they were not computed.
     """
 
     generation: int
@@ -93,7 +97,7 @@ class SlotHeader(NamedTuple):
 
     @property
     def metadata_offset(self) -> int:
-        """The index comes before it, from the second page on."""
+        """The offset of the JSON metadata. The index precedes it, from the second page on."""
         return PAGE_BYTES + _round_up_to_pages(self.index_bytes)
 
     @property
@@ -107,27 +111,24 @@ class SlotHeader(NamedTuple):
 
     @property
     def prefix_bytes(self) -> int:
-        """Size of the part of the image that has all weights and buffers."""
+        """Size of the image up to the end of the weights and buffers."""
         return self.data_offset + self.weight_bytes
 
     def parts(self) -> list[tuple[slice, int]]:
-        """The parts of the data, in order, with the checksum of each; none if they have none."""
+        """Returns the span and the checksum of each part of the data, in order; nothing if the
+        checksums were not computed."""
         if self.checksums is None:
             return []
         edges = [0, self.constant_bytes, self.weight_bytes, self.data_bytes]
-        return [
-            (slice(*edge), checksum)
-            for edge, checksum in zip(
-                pairwise(edges), (self.constants_checksum, *self.checksums), strict=True
-            )
-        ]
+        spans = [slice(start, stop) for start, stop in pairwise(edges)]
+        return list(zip(spans, (self.constants_checksum, *self.checksums), strict=True))
 
     def holds(self, ref: SlotRef) -> bool:
-        """Whether this is the header of that version, complete."""
+        """Returns whether this is the header of that version, and the version is complete."""
         return (self.generation, self.rank, self.step) == (ref.generation, ref.rank, ref.step)
 
     def encode(self) -> bytes:
-        """`HEADER_BYTES` bytes; the last 8 are a checksum of the rest."""
+        """Returns `HEADER_BYTES` bytes; the last 8 are a checksum of the rest."""
         *fields, checksums = self
         hashed = checksums is not None
         raw = _HEADER_STRUCT.pack(_MAGIC, _FORMAT_VERSION, *fields, hashed, *(checksums or (0, 0)))
@@ -135,8 +136,8 @@ class SlotHeader(NamedTuple):
 
     @classmethod
     def decode(cls, raw: bytes) -> SlotHeader | None:
-        """The header in these bytes; None if they are no valid header. Raises SlotDamagedError if
-        the header has another format version."""
+        """Returns the header in these bytes; None if they are no valid header. Raises
+        SlotDamagedError if the header has another format version."""
         packed, checksum = raw[: _HEADER_STRUCT.size], raw[_HEADER_STRUCT.size : HEADER_BYTES]
         if len(raw) < HEADER_BYTES or not packed.startswith(_MAGIC):
             return None
@@ -147,7 +148,7 @@ class SlotHeader(NamedTuple):
             raise SlotDamagedError(
                 f"a vault slot of format version {version}",
                 f"version {_FORMAT_VERSION}",
-                "the same version of rayzero on all nodes",
+                "install the same version of rayzero on all nodes",
             )
         return cls._make([*fields, SlotChecksums(weights, rest) if hashed else None])
 
@@ -157,7 +158,7 @@ def _round_up_to_pages(nbytes: int) -> int:
 
 
 def read_header(fd: int) -> SlotHeader | None:
-    """The buffer's current header; None if it is invalid, or being written."""
+    """Returns the buffer's current header; None if the header is invalid, or being written."""
     return SlotHeader.decode(os.pread(fd, HEADER_BYTES, 0))
 
 
@@ -166,7 +167,7 @@ def write_header(fd: int, header: SlotHeader) -> None:
 
 
 def read_pin(fd: int) -> bool:
-    """Whether the version is pinned for a checkpoint."""
+    """Returns whether the version is pinned for a checkpoint."""
     return os.pread(fd, 1, PIN_OFFSET) == b"\1"
 
 
@@ -175,12 +176,13 @@ def clear_pin(fd: int) -> None:
 
 
 def is_kept(fd: int) -> bool:
-    """Whether the version is pinned for other nodes: to be copied there, copied, or a replica."""
+    """Returns whether the version is pinned for other nodes: it is to be copied to other nodes, it
+    was copied to them, or it is a replica itself."""
     return any(os.pread(fd, _COPY_STRUCT.size, COPY_OFFSET))
 
 
 def is_to_copy(fd: int) -> bool:
-    """Whether the version is to be copied to other nodes, and not all of them have it."""
+    """Returns whether at least one node that is to have a copy of the version lacks it."""
     return os.pread(fd, _COPY_STRUCT.size, COPY_OFFSET) == _COPY_STRUCT.pack(_TO_COPY)
 
 
@@ -189,7 +191,7 @@ def write_kept(fd: int, kept: bool) -> None:
 
 
 def write_copied(fd: int, nbytes: int) -> None:
-    """All nodes have the version, for which so many bytes were copied."""
+    """Notes that all nodes that are to have the version have it, and that `nbytes` were copied."""
     os.pwrite(fd, _COPY_STRUCT.pack(_TO_COPY + max(1, nbytes)), COPY_OFFSET)
 
 
@@ -198,7 +200,7 @@ def encode_index(index: BlockIndex) -> bytes:
 
 
 def checksum_of(data: memoryview, threads: int = 1) -> int:
-    """The checksum of a slot's data; `threads`: of so many chunks at once, without the GIL."""
+    """Returns the checksum of a slot's data. Hashes `threads` chunks at once, without the GIL."""
     chunks = [data[span] for span in chunk_spans(0, len(data))]
     if threads == 1 or len(chunks) == 1:
         return combine_checksums([xxh3_64_intdigest(chunk) for chunk in chunks])
@@ -207,24 +209,25 @@ def checksum_of(data: memoryview, threads: int = 1) -> int:
 
 
 def chunk_spans(start: int, stop: int) -> list[slice]:
-    """The chunks of bytes that have one checksum together; at least one, which may be empty."""
+    """Returns the chunks of the bytes from `start` to `stop` that are hashed separately; at least
+    one, which may be empty."""
     edges = [*range(start, max(stop, start + 1), CHUNK_BYTES), stop]
     return [slice(*pair) for pair in pairwise(edges)]
 
 
 def combine_checksums(chunks: Sequence[int]) -> int:
-    """The checksum of data from the xxh3-64 of each of its chunks of `CHUNK_BYTES`."""
+    """Returns the checksum of data, given the xxh3-64 of each of its chunks of `CHUNK_BYTES`."""
     if len(chunks) == 1:
         return chunks[0]
-    return xxh3_64_intdigest(b"".join(it.to_bytes(8, "little") for it in chunks))
+    return xxh3_64_intdigest(b"".join(chunk.to_bytes(8, "little") for chunk in chunks))
 
 
 class SlotWriter:
-    """One of a rank's buffers. Used by one thread at a time.
+    """Writes the versions in one of a rank's buffers. Used by one thread at a time.
 
     Args:
-        mapping: a buffer reserved by the vault; its contents stay there.
-        index: that of the state to be written.
+        mapping: the buffer, which the vault has reserved and owns.
+        index: the index of the state to be written.
     """
 
     def __init__(self, mapping: SlotMapping, index: BlockIndex) -> None:
@@ -243,7 +246,8 @@ class SlotWriter:
         )
         self._begun = False
         self.constants_version = -1
-        """`TrainingState.constants_version` of the constants in `data`, for their writer."""
+        """The `TrainingState.constants_version` of the constants in `data`. Set and read by the
+        code that writes them."""
         self.constants_checksum = checksum_of(memoryview(b""))
         """The checksum of the constants in `data`; set by their writer, before `commit`."""
         with memoryview(self._map) as image:
@@ -257,12 +261,12 @@ class SlotWriter:
 
     @property
     def constant_bytes(self) -> int:
-        """The first bytes of `data`, which training never changes."""
+        """Size of the constants, with which `data` begins. Training never changes them."""
         return self._header.constant_bytes
 
     @property
     def weight_bytes(self) -> int:
-        """The first bytes of `data`: the constants, the other weights and buffers."""
+        """Size of the constants and the other weights and buffers, with which `data` begins."""
         return self._header.weight_bytes
 
     @property
@@ -272,17 +276,17 @@ class SlotWriter:
 
     @property
     def awaits_checkpoint(self) -> bool:
-        """Whether it is pinned for a checkpoint. The vault clears this pin."""
+        """Whether the stored version is pinned for a checkpoint. The vault clears this pin."""
         return self.step >= 0 and self._map[PIN_OFFSET] == 1
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is pinned for other nodes, until `let_go`."""
+        """Whether the stored version is pinned for other nodes. `let_go` clears this pin."""
         return self.step >= 0 and self._copy > 0
 
     @property
     def copied_bytes(self) -> int:
-        """The bytes that were copied to other nodes, once all of them have the version; else 0."""
+        """Bytes that were copied to other nodes, once all of them have the version; 0 before."""
         return max(0, self._copy - _TO_COPY) if self.step >= 0 else 0
 
     @property
@@ -291,7 +295,8 @@ class SlotWriter:
         return value
 
     def let_go(self) -> None:
-        """Ends the pin for other nodes, which the vault writes until `copied_bytes` are there."""
+        """Clears the pin for other nodes. The vault writes the pin, too, as long as `copied_bytes`
+        is 0."""
         _COPY_STRUCT.pack_into(self._map, COPY_OFFSET, 0)
 
     def begin(self) -> None:
@@ -317,9 +322,9 @@ class SlotWriter:
 
         Args:
             metadata: the state's JSON metadata.
-            pin: for a checkpoint, until the vault unpins it.
-            checksums: of `data` behind its constants; None if they were not computed.
-            keep: for other nodes, until `let_go`.
+            pin: pins the version for a checkpoint, until the vault clears the pin.
+            checksums: of `data` behind the constants; None if they were not computed.
+            keep: pins the version for other nodes, until `let_go`.
         """
         if not self._begun:
             raise EngineError("SlotWriter.commit without a SlotWriter.begin before it")
@@ -327,7 +332,7 @@ class SlotWriter:
             raise SlotRoomError(
                 f"the state's metadata takes {len(metadata):,} bytes as JSON",
                 f"up to {METADATA_CAPACITY:,}",
-                "smaller values in the optimizer's param groups or in the LR scheduler's state",
+                "store less in the optimizer's param groups and in the LR scheduler's state",
             )
         start = self._header.metadata_offset
         self._map[start : start + len(metadata)] = metadata
@@ -346,8 +351,8 @@ class SlotWriter:
         self._begun = False
 
     def copy_version(self, other: SlotWriter) -> None:
-        """Copies the complete version of another buffer, of a state with the same index. Damage is
-        copied, too, and found by its checksum."""
+        """Copies the complete version in another buffer, whose state has the same index. Damaged
+        bytes are copied with their checksum, so that a reader detects the damage."""
         header = other._header
         start = header.metadata_offset
         self.begin()

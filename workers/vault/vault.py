@@ -1,4 +1,4 @@
-"""The vault of one node, without Ray: what the controller calls by `VaultGroup.call`."""
+"""The vault of one node, without Ray. The controller calls its methods by `VaultGroup.call`."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from rayzero.workers.vault.slots import HEADER_BYTES
 from rayzero.workers.vault.weight_replicas import WeightReplicas
 
 _HERE = "on this node: all nodes must share this folder"
-_NO_RANK = -1  # a read of it measures the way
+_NO_RANK = -1  # the rank in reads that measure a link
 _LINK_BYTES = 4 * 2**20
 _LINK_READS = 5
 STORE_WAIT_S = 5.0
-"""The time to wait for an earlier write; shorter than the timeout of a vault's poll."""
+"""How long a write waits for an earlier one; shorter than the timeout of a vault's poll."""
 
 BeforeWrite: TypeAlias = Callable[[str, int, int], None]
-"""(folder, step, rank); raises StoreError."""
+"""(folder, step, rank) -> None; raises StoreError to make the write fail."""
 
 
 class Vault:
@@ -88,12 +88,12 @@ class Vault:
         )
 
     def address(self) -> str:
-        """The socket address for this node's workers."""
+        """Returns the socket address for this node's workers."""
         return self._address
 
     def poll(self, timeout_s: float) -> list[VaultEvent]:
-        """Workers whose processes died, each reported once, those that have stalled or run
-        again, and replicas that were not made; waits up to `timeout_s` for one."""
+        """Returns the workers whose processes died, each once; the workers that stalled or run
+        again; and the failed attempts to copy slots. Waits up to `timeout_s` for the first."""
         until_s = monotonic() + timeout_s
         while True:
             left_s = max(0.0, until_s - monotonic())
@@ -105,24 +105,25 @@ class Vault:
                 return events
 
     def kill(self, pid: int) -> bool:
-        """Sends SIGKILL to a worker's process. False if no worker with that pid was connected."""
+        """Sends SIGKILL to a worker's process. Returns False if no worker with that pid was
+        connected."""
         return self._server.kill(pid)
 
     def runs(self, pid: int) -> bool:
-        """Whether a process on this node has not exited yet. One that nobody has waited for has."""
+        """Returns whether a process on this node has not exited yet. A zombie has exited."""
         sample = read_sample(Path(f"/proc/{pid}"))
         return sample is not None and sample.state not in "ZX"
 
     def inspect(self, pid: int) -> str:
-        """State and Python stacks of a process on this node."""
+        """Returns the state and the Python stacks of a process on this node."""
         return inspect_process(pid)
 
     def inventory(self) -> list[SlotInfo]:
-        """All complete versions in this vault."""
+        """Returns all complete versions in this vault."""
         return self._registry.inventory()
 
     def usage(self) -> dict[str, int]:
-        """Bytes allocated: `slots`, `replicas`, `spare`; and `available` on this machine."""
+        """Returns the bytes of `slots`, `replicas`, `spare`, and `available` on this machine."""
         usage = self._registry.usage() | {"available": self._available_bytes()}
         usage["replicas"] += self._weights.nbytes
         return usage
@@ -132,16 +133,16 @@ class Vault:
         self._health.begin(limit_s)
 
     def health(self) -> HealthReport | None:
-        """Returns what the last check of this node has found; None while it is in progress."""
+        """Returns the report of the last check of this node; None while it is in progress."""
         return self._health.report()
 
     def slow_down(self) -> None:
-        """Makes this node slow, as its checks measure it: an injected fault."""
+        """Makes the checks of this node measure a slow node: an injected fault."""
         self._health.slower = SLOWER
 
     def measure_link(self, node_id: str) -> float:
-        """GB/s at which this vault reads from that node's, the fastest of some reads. Raises
-        VaultGoneError if that vault does not answer."""
+        """Returns the GB/s at which this vault reads from another node's vault: the fastest of
+        `_LINK_READS` reads. Raises VaultGoneError if that vault does not answer."""
         ref, fastest = SlotRef(0, _NO_RANK, 0, node_id), 0.0
         for _ in range(_LINK_READS):
             start_s = monotonic()
@@ -156,11 +157,11 @@ class Vault:
     def read(
         self, generation: int, rank: int, step: int, offset: int, length: int
     ) -> NDArray[np.uint8]:
-        """Bytes of a version's image, for another node's vault: at most a chunk.
+        """Returns bytes of a version's image for another node's vault: at most one chunk.
 
-        The data is verified on a read at offset 0 of more than the header. A reader starts with
-        that, so no damaged data leaves this node. Raises SlotGoneError if this vault does not hold
-        the version; SlotDamagedError if the data does not match its checksum.
+        A read at offset 0 of more than the header verifies the data first. Readers begin with such
+        a read, so that no damaged data leaves this node. Raises SlotGoneError if this vault does
+        not hold the version; SlotDamagedError if the data does not match its checksum.
         """
         if rank == _NO_RANK:
             return np.zeros(min(length, _LINK_BYTES), np.uint8)
@@ -175,11 +176,11 @@ class Vault:
             return data
 
     def replicate(self, slots: Sequence[SlotRef]) -> int:
-        """Copies the versions that this vault does not have from other nodes' vaults, in chunks,
-        but for constants that an older replica has; returns the bytes copied.
+        """Copies the versions that this vault does not hold from other nodes' vaults, in chunks.
+        Does not copy constants that an older replica has. Returns the bytes copied.
 
         Raises:
-            SlotGoneError: a version no longer exists; those before it were copied.
+            SlotGoneError: a version no longer exists; the versions before it were copied.
             SlotDamagedError: the received bytes do not match their checksums.
             VaultMemoryError: there is too little memory.
             VaultGoneError: another vault does not answer, this vault is closing, or too many
@@ -189,8 +190,8 @@ class Vault:
 
     def write(self, folder: str, slots: Sequence[SlotRef]) -> list[RankFile]:
         """Writes a durable file of the checkpoint in `folder` for each version, one at a time.
-        Raises StoreError if writing failed, or an earlier write has not finished; DataError if a
-        version is gone or damaged."""
+        Returns the files. Raises StoreError if writing failed, or an earlier write has not
+        finished; DataError if a version is gone or damaged."""
         # The store may hang forever: retries must not use up the vault's threads.
         if not self._write_lock.acquire(timeout=STORE_WAIT_S):
             raise StoreError("slow", folder, "earlier files are still being written")
@@ -200,10 +201,10 @@ class Vault:
             self._write_lock.release()
 
     def open_rollouts(self, plan: RolloutPlan, host: str, timeout_s: float) -> BufferAddress:
-        """Opens an empty buffer of rollouts, in place of the one that there may be.
+        """Opens an empty buffer of rollouts. Closes the earlier one, if there is one.
 
         Args:
-            host: address of this node for the others.
+            host: this node's address for the other nodes.
             timeout_s: see `RolloutServer`.
 
         Raises:
@@ -216,8 +217,9 @@ class Vault:
         return BufferAddress(host, self._rollouts.port, secret, self._node_id, self._address)
 
     def update_rollouts(self, generation: int, version: int, lost: Sequence[int]) -> RolloutCounts:
-        """Tells the buffer of the newest weights and of all lost workers: see `RolloutLedger`.
-        Returns its counts. Raises VaultGoneError if it has none, or does not answer."""
+        """Passes the newest version of the weights and all lost workers to the buffer of rollouts:
+        see `RolloutLedger`. Returns the buffer's counts. Raises VaultGoneError if this vault has no
+        buffer, or the buffer does not answer."""
         rollouts = self._rollouts
         if rollouts is None:
             raise VaultGoneError("this vault has no buffer of rollouts")
@@ -229,7 +231,7 @@ class Vault:
             raise VaultGoneError("the buffer of rollouts does not answer") from None
 
     def close_rollouts(self) -> None:
-        """Closes the buffer, if there is one."""
+        """Closes the buffer of rollouts, if there is one."""
         if self._rollouts is not None:
             self._rollouts.close()
             self._rollouts = None
@@ -251,12 +253,9 @@ class Vault:
     def _write_file(self, folder: str, ref: SlotRef) -> RankFile:
         self._before_write(folder, ref.step, ref.rank)
         job_folder = split_url(folder)[0]
-        if not folder_exists(job_folder):  # the holder of its lease may make it again
+        if not folder_exists(job_folder):  # only the holder of its lease may create it
             raise StoreError("gone", job_folder, f"the job's folder does not exist {_HERE}")
-        with (
-            self._registry.open_pinned(ref) as fd,
-            closing(MappedSlotReader(ref, fd)) as image,
-        ):
+        with self._registry.open_pinned(ref) as fd, closing(MappedSlotReader(ref, fd)) as image:
             image.verify()
             return write_rank_file(
                 folder,

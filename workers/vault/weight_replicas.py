@@ -1,9 +1,11 @@
-"""The weights of versions on other nodes, for readers on this one: the beginnings of their images.
+"""Replicas of other nodes' weights for the readers on this node. A replica is the beginning of an
+image, up to the end of the weights and buffers.
 
-A version is copied once, when a reader first asks for it. There are at most two buffers for a rank,
-which are written in turns, and as by the rank itself: the header names the version last, and none
-before a byte changes. So a reader of an old version finds that it is gone. They are freed when
-another generation is asked for, and when the last reader has gone.
+A version is copied once, when a reader first asks for it. Each rank has at most two buffers, which
+are written in turns. They are written in the same order as by the rank itself: the header is
+cleared before a byte changes, and written last. A reader of an old version therefore sees that the
+version is gone. Buffers are freed when a reader asks for another generation, and when the last
+reader has disconnected.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import pairwise
 from threading import Lock
 
 from rayzero.workers.vault import images
@@ -25,14 +26,15 @@ from rayzero.workers.vault.records import SlotGoneError, SlotRef, VaultGoneError
 from rayzero.workers.vault.slots import HEADER_BYTES, PAGE_BYTES, SlotHeader, write_header
 
 FETCHES = 2
-"""Chunks in flight. The other vault answers with its command threads, of which few are left."""
+"""How many chunks are in flight at once. The other vault serves them with its call threads, of
+which it has few."""
 _BUFFERS = 2
 _NO_HEADER = bytes(HEADER_BYTES)
 
 
 @dataclass(eq=False)
 class _Replica:
-    """A rank's buffer. `ref` is None while there is no complete version in it."""
+    """A buffer for one rank's weights. `ref` is None while it holds no complete version."""
 
     buffer: SharedBuffer
     ref: SlotRef | None = None
@@ -43,7 +45,7 @@ class _Replica:
         return -1 if self.ref is None else self.ref.step
 
     def has_constants_of(self, header: SlotHeader) -> bool:
-        """Whether the constants in the buffer are those of that version, in the same place."""
+        """Returns whether the buffer holds the constants of that version, at the same offset."""
         own = self.header
         return (
             own is not None
@@ -57,12 +59,12 @@ def _constants_key(header: SlotHeader) -> tuple[int, int, int]:
 
 
 class WeightReplicas:
-    """Owns the replicas, and two kinds of threads, which are idle unless a copy is in flight, until
-    `close`. Safe to use from any thread.
+    """Owns the replicas and two thread pools until `close`. The threads are idle unless a copy is
+    in flight. Safe to use from any thread.
 
     Args:
-        pool: of these replicas only.
-        fetch: must return within a bounded time.
+        pool: the pool of the replicas' buffers, which nothing else uses.
+        fetch: reads from other nodes' vaults; must return within a bounded time.
     """
 
     def __init__(self, pool: BufferPool, fetch: FetchRemote) -> None:
@@ -74,20 +76,20 @@ class WeightReplicas:
         self._generation = 0
         self._is_closed = False
         self._lock = Lock()  # guards the above; held briefly
-        # One copy at a time. `_chunks` are its fetches.
+        # One copy at a time; `_chunks` runs the fetches of that copy.
         self._copier = ThreadPoolExecutor(1, "rayzero-weights")
         self._chunks = ThreadPoolExecutor(FETCHES, "rayzero-weights-fetch")
 
     @property
     def nbytes(self) -> int:
         with self._lock:
-            replicas = [it for held in self._replicas.values() for it in held]
-            return sum(it.buffer.capacity_bytes for it in replicas)
+            buffers = [replica.buffer for held in self._replicas.values() for replica in held]
+            return sum(buffer.capacity_bytes for buffer in buffers)
 
     def open(self, reader: object, ref: SlotRef) -> int | None:
-        """A new descriptor of the version's replica; the caller closes it. None while it is copied.
-        Raises what has ended the copy: SlotGoneError, SlotDamagedError, VaultGoneError,
-        VaultMemoryError."""
+        """Returns a new descriptor of the version's replica, which the caller closes; None while
+        the version is being copied. Raises the error that ended the copy: SlotGoneError,
+        SlotDamagedError, VaultGoneError or VaultMemoryError."""
         with self._lock:
             if self._is_closed:
                 raise VaultGoneError("the vault is closing")
@@ -101,18 +103,18 @@ class WeightReplicas:
                 self._copies[ref] = self._copier.submit(self._copy, ref)
             elif self._copies[ref].done():
                 self._copies.pop(ref).result()
-                raise SlotGoneError.of(ref)  # it was overwritten by a newer one
+                raise SlotGoneError.of(ref)  # copied, and overwritten by a newer version
         return None
 
     def forget(self, reader: object) -> None:
-        """The reader's connection has ended."""
+        """Forgets a reader whose connection has ended. After the last one, frees the replicas."""
         with self._lock:
             self._readers.discard(reader)
             if not self._readers:
                 self._free_all()
 
     def close(self) -> None:
-        """Ends a copy at its next chunk, and frees the memory. Idempotent."""
+        """Aborts a copy at its next chunk, and frees the memory. Idempotent."""
         with self._lock:
             self._is_closed = True
             self._free_all()
@@ -122,18 +124,19 @@ class WeightReplicas:
     # The methods below are called with the lock held.
 
     def _begin_generation(self, ref: SlotRef) -> None:
-        """One generation's at a time, which may be an older one: a repair may have to go back."""
+        """Frees the replicas of another generation than the version's. That may also be a newer
+        one, because a repair may go back to an older generation."""
         if ref.generation != self._generation:
             self._generation = ref.generation
             self._free_all()
 
     def _free_all(self) -> None:
-        buffers = [it.buffer for held in self._replicas.values() for it in held]
+        buffers = [replica.buffer for held in self._replicas.values() for replica in held]
         self._replicas.clear()
         for copy in self._copies.values():
             copy.cancel()
         self._drop_ended()
-        if buffers and not self._is_closed:  # which takes a while: not the server's thread
+        if buffers and not self._is_closed:  # freeing takes a while: not on the server's thread
             self._copier.submit(self._pool.free, buffers)
         else:
             self._pool.free(buffers)
@@ -164,35 +167,39 @@ class WeightReplicas:
             self._pool.free([replica.buffer])
 
     def _take_buffer(self, ref: SlotRef, nbytes: int) -> _Replica:
-        """The rank's oldest buffer, or a new one; without a version, and in nobody's list."""
+        """Returns the rank's oldest buffer if the rank has all its buffers, else a new one. The
+        buffer is in no list and holds no version."""
         replica = None
         with self._lock:
             held = self._replicas[ref.rank]
             if len(held) >= _BUFFERS:
-                replica = min(held, key=lambda it: it.step)
+                replica = min(held, key=lambda replica: replica.step)
                 held.remove(replica)
         if replica is not None and replica.buffer.capacity_bytes < nbytes:
             self._pool.free([replica.buffer])
             replica = None
-        replica = replica or _Replica(self._pool.acquire(nbytes))
+        if replica is None:
+            replica = _Replica(self._pool.acquire(nbytes))
         replica.ref = None
         os.pwrite(replica.buffer.fd, _NO_HEADER, 0)  # before a byte of it changes
         return replica
 
     def _fill(self, replica: _Replica, ref: SlotRef, header: SlotHeader) -> None:
-        """Copies all but what the buffer, or the rank's other one, has; the header last."""
+        """Fetches the version, and writes its header last. Constants that this buffer or the rank's
+        other one holds are not fetched."""
         start, middle = header.data_offset, header.data_offset + header.constant_bytes
         has_constants = replica.has_constants_of(header)
-        replica.header = None  # of what is in the buffer nothing is known until the end
+        replica.header = None  # until the end, the contents of the buffer are undefined
         fd = replica.buffer.fd
         with mmap.mmap(fd, header.prefix_bytes) as memory, memoryview(memory) as image:
             if not has_constants:
                 has_constants = self._copy_constants(ref.rank, header, image)
-            index_end = PAGE_BYTES + header.index_bytes
-            spans = [(PAGE_BYTES, index_end)]
-            spans += [(header.metadata_offset, header.metadata_offset + header.metadata_bytes)]
-            spans += [] if has_constants else [(start, middle)]
-            self._fetch_spans(ref, [*spans, (middle, header.prefix_bytes)], image)
+            spans = [
+                (PAGE_BYTES, PAGE_BYTES + header.index_bytes),
+                (header.metadata_offset, header.metadata_offset + header.metadata_bytes),
+                (middle if has_constants else start, header.prefix_bytes),
+            ]
+            self._fetch_spans(ref, spans, image)
         with closing(MappedSlotReader(ref, fd, header, prefix=True)) as reader:
             reader.index()
             reader.metadata()
@@ -200,18 +207,19 @@ class WeightReplicas:
         write_header(fd, header)
 
     def _copy_constants(self, rank: int, header: SlotHeader, image: memoryview) -> bool:
-        """Whether another buffer had the constants. Nobody writes to it: one copy at a time."""
+        """Copies the constants from the rank's other buffer. Returns whether that buffer has them.
+        Nothing writes to it meanwhile, because there is one copy at a time."""
         with self._lock:
-            same = [it for it in self._replicas[rank] if it.has_constants_of(header)]
-            if not same:
+            sources = [held for held in self._replicas[rank] if held.has_constants_of(header)]
+            if not sources:
                 return False
-            fd = os.dup(same[0].buffer.fd)
+            fd = os.dup(sources[0].buffer.fd)
         start, stop = header.data_offset, header.data_offset + header.constant_bytes
         try:
             with (
-                mmap.mmap(fd, stop, prot=mmap.PROT_READ) as other,
-                memoryview(other) as held,
-                held[start:stop] as source,
+                mmap.mmap(fd, stop, prot=mmap.PROT_READ) as memory,
+                memoryview(memory) as source_image,
+                source_image[start:stop] as source,
                 image[start:stop] as target,
             ):
                 copy_bytes(target, source)
@@ -222,7 +230,8 @@ class WeightReplicas:
     def _fetch_spans(
         self, ref: SlotRef, spans: Sequence[tuple[int, int]], image: memoryview
     ) -> None:
-        """Several chunks in flight. Raises the first error, once no other fetch writes."""
+        """Fetches the spans in chunks, of which several are in flight. Raises the first error, once
+        no fetch writes to the image any more."""
 
         def fetch(start: int, stop: int) -> None:
             while start < stop:
@@ -236,12 +245,15 @@ class WeightReplicas:
                 start += len(data)
 
         size = images.FETCH_CHUNK_BYTES
-        edges = [[*range(start, stop, size), stop] for start, stop in spans]
-        fetches = [self._chunks.submit(fetch, *chunk) for edge in edges for chunk in pairwise(edge)]
+        fetches = [
+            self._chunks.submit(fetch, begin, min(begin + size, stop))
+            for start, stop in spans
+            for begin in range(start, stop, size)
+        ]
         try:
-            for done in fetches:
-                done.result()
+            for running in fetches:
+                running.result()
         finally:
-            for other in fetches:
-                other.cancel()
+            for running in fetches:
+                running.cancel()
             wait(fetches)

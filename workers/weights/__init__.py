@@ -1,5 +1,5 @@
 """Versions of the trainer's weights, read by other processes of its job.
 
-A version is a step that every rank has mirrored: nothing is copied for it, no rank waits for a
-reader, and none knows of it. This file imports nothing.
+A version is a step that every rank has mirrored: publishing it copies nothing. Ranks do not know
+their readers, and never wait for them. This file imports nothing.
 """

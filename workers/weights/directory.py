@@ -1,4 +1,4 @@
-"""The place of the newest version of the weights. Free of torch: the controller makes it."""
+"""The location of the newest version of the weights. Free of torch: the controller makes it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from rayzero.workers.vault.records import SlotRef
 
 
 class WeightVersion(NamedTuple):
-    """The weights after so many finished steps, mirrored in a generation. Versions of later
-    generations are greater, also if they are of an earlier step: a checkpoint's."""
+    """The weights after `step` finished steps, mirrored in a generation. The version of a later
+    generation is greater, even if the generation began with an earlier step, from a checkpoint."""
 
     generation: int
     step: int
@@ -21,7 +21,8 @@ class WeightDirectory:
     """A version, and the slots of all ranks that hold it.
 
     Args:
-        confirmed_in: the generation that has mirrored it, or has begun with it.
+        slots: one slot for each rank.
+        confirmed_in: the generation that mirrored the version, or began with it.
     """
 
     slots: tuple[SlotRef, ...]
@@ -34,5 +35,5 @@ class WeightDirectory:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Grows while the job trains, also where it has gone back to an older step."""
+        """A value that grows while the job trains, even if the job went back to an older step."""
         return self.confirmed_in, self.version.step

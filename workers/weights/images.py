@@ -1,9 +1,9 @@
 """A version's slots in this node's memory, read while their writers may overwrite them.
 
-Nothing keeps a writer from its slot. A reader takes the header, reads, and looks at the header
-again: if that is the same, all that it read is of the version, because a writer invalidates the
-header first. Checksums are computed of the bytes on their way, a piece at a time, so that memory
-is read once; each part of a slot that was read from at all is compared in whole.
+Readers do not lock a slot. A reader reads the header, then the data, then the header again. If the
+header is unchanged, all data that it read belongs to the version, because a writer invalidates the
+header first. Checksums are computed while the bytes are copied, a piece at a time, so that memory
+is read once. If any byte of a part of a slot was read, the checksum of the whole part is verified.
 
 Rule of ordering: `versions-whole` (docs/engine.md).
 """
@@ -25,15 +25,15 @@ from rayzero.workers.vault.records import SlotGoneError, SlotRef
 from rayzero.workers.vault.slots import HEADER_BYTES, SlotHeader, combine_checksums, read_header
 
 PIECE_BYTES = 256 * 1024
-"""Is copied, then hashed while it is in the processor's cache."""
+"""Size of a piece, which is copied, and then hashed while it is in the processor's cache."""
 KEPT_TURNS = 4
-"""Mappings are kept for so many versions: slots are written in turns, and mapping one costs about
-as much as copying it."""
+"""Number of versions for which an unused mapping is kept: slots are written in turns, and mapping a
+slot costs about as much as copying it."""
 
 
 class SlotMappings:
-    """The beginnings of this node's slots, mapped read-only. A mapping keeps its memory, also once
-    the vault has freed it: so unused ones are dropped. Used by one thread."""
+    """The beginnings of this node's slots, mapped read-only. Unused mappings are dropped, because a
+    mapping keeps memory that the vault has freed. Used by one thread."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[int, int], mmap.mmap] = {}
@@ -41,8 +41,8 @@ class SlotMappings:
         self._turn = 0
 
     def map(self, ref: SlotRef, fd: int) -> WeightImage:
-        """The image in a buffer; the caller may close `fd`. Raises SlotGoneError if it is not, or
-        no longer, of that version."""
+        """Returns the image in a buffer; the caller may close `fd`. Raises SlotGoneError if the
+        buffer does not hold that version, or no longer does."""
         header = read_header(fd)
         if header is None or not header.holds(ref):
             raise SlotGoneError.of(ref)
@@ -56,7 +56,7 @@ class SlotMappings:
         return WeightImage(ref, header, memory)
 
     def end_turn(self) -> None:
-        """A version was read: drops what no one of the last few needed."""
+        """Ends the read of a version. Drops mappings that none of the last versions needed."""
         self._turn += 1
         for key in [key for key, turn in self._used.items() if turn + KEPT_TURNS < self._turn]:
             del self._memory[key], self._used[key]
@@ -71,22 +71,18 @@ class WeightImage(SlotReader):
         start = header.data_offset
         data = self._bytes[start : start + header.weight_bytes]
         size = header.constant_bytes
-        sums = (
-            (None, None)
-            if header.checksums is None
-            else (
-                header.constants_checksum,
-                header.checksums.weights,
-            )
-        )
-        self._parts = (_Part(data[:size], sums[0]), _Part(data[size:], sums[1]))
+        constants_checksum = weights_checksum = None
+        if header.checksums is not None:
+            constants_checksum = header.constants_checksum
+            weights_checksum = header.checksums.weights
+        self._parts = (_Part(data[:size], constants_checksum), _Part(data[size:], weights_checksum))
 
     def read(self, offset: int, into: memoryview) -> None:
         copy_bytes(into, self._bytes[offset : offset + len(into)])
 
     def read_data(self, offset: int, into: memoryview) -> None:
-        """Fills `into` from byte `offset` of the data. Believed only after `verify`. Fast in the
-        order of the offsets. Raises DataError if these bytes are no weights."""
+        """Fills `into` from byte `offset` of the data. Use the bytes only after `verify`. Reads are
+        fast in the order of the offsets. Raises DataError if these bytes are no weights."""
         size = self.header.constant_bytes
         number = int(offset >= size)
         if not self._parts[number].read(offset - number * size, into):
@@ -96,8 +92,8 @@ class WeightImage(SlotReader):
             )
 
     def verify(self) -> None:
-        """Raises SlotGoneError if the slot was overwritten since the header was read; else
-        SlotDamagedError if a part that was read has another checksum."""
+        """Raises SlotGoneError if the slot was overwritten since the header was read; otherwise
+        SlotDamagedError if a part that was read does not match its checksum."""
         matches = [part.matches() for part in self._parts]
         if bytes(self._bytes[:HEADER_BYTES]) != self.header.encode():
             raise SlotGoneError.of(self.ref)
@@ -109,7 +105,7 @@ class WeightImage(SlotReader):
 
 
 class _Part:
-    """Bytes with one checksum, hashed as they are read."""
+    """A part of a slot's data with a checksum of its own, hashed as it is read."""
 
     def __init__(self, data: memoryview, checksum: int | None) -> None:
         self._data = data
@@ -120,7 +116,7 @@ class _Part:
         self._chunks: list[int] = []
 
     def read(self, offset: int, into: memoryview) -> bool:
-        """False if these bytes are not all in the part."""
+        """Fills `into` from byte `offset`. Returns False if not all bytes are in the part."""
         end = offset + len(into)
         if not 0 <= offset <= end <= len(self._data):
             return False
@@ -133,7 +129,8 @@ class _Part:
         return True
 
     def matches(self) -> bool:
-        """Whether the checksum is right, if any of it was read and there is one."""
+        """Returns whether the part matches its checksum. Also True if nothing of the part was read,
+        or it has no checksum."""
         if not self._is_read or self._checksum is None:
             return True
         self._hash_to(len(self._data))
@@ -142,7 +139,7 @@ class _Part:
         return combine_checksums(self._chunks) == self._checksum
 
     def _hash_to(self, stop: int) -> None:
-        """Continues the computation of `slots.checksum_of` the part."""
+        """Continues the computation of the part's `slots.checksum_of` up to byte `stop`."""
         while self._checksum is not None and self._hashed < stop:
             left = slots.CHUNK_BYTES - self._hashed % slots.CHUNK_BYTES
             end = min(self._hashed + min(left, PIECE_BYTES), stop)
@@ -154,10 +151,10 @@ class _Part:
 
 
 class WeightSource(StateSource):
-    """The weights and buffers of one version. The images' mappings stay their owner's.
+    """The weights and buffers of one version. `SlotMappings` owns the mappings of its images.
 
     Args:
-        indexes: those of images that were read before, by checksum; those of these are added.
+        indexes: the indexes of earlier images, by checksum. Those of `images` are added.
     """
 
     def __init__(self, images: Sequence[WeightImage], indexes: dict[int, BlockIndex]) -> None:
@@ -170,7 +167,7 @@ class WeightSource(StateSource):
         self._document = min(images, key=lambda image: image.ref.rank).metadata()
 
     def metadata(self, rank: int) -> dict[str, Any]:
-        """The metadata of the lowest rank, which alone describes the model."""
+        """Returns the metadata of the lowest rank, which alone describes the model."""
         del rank
         return self._document
 
@@ -178,14 +175,16 @@ class WeightSource(StateSource):
         self._images[block].read_data(offset, into)
 
     def verify_all(self) -> None:
-        """Raises SlotGoneError or SlotDamagedError unless all that was read is of the version."""
+        """Raises SlotGoneError or SlotDamagedError unless all data read belongs to the version."""
         for image in self._images:
             image.verify()
 
     def constants(self) -> tuple[object, ...] | None:
-        """Equal for versions whose constants are the same bytes in the same places; None if their
-        checksums are not known."""
+        """Returns a value that is equal for versions with the same constants at the same offsets;
+        None if the checksums are not known."""
         headers = [image.header for image in self._images]
         if any(header.checksums is None for header in headers):
             return None
-        return tuple((it.rank, it.index_checksum, it.constants_checksum) for it in headers)
+        return tuple(
+            (header.rank, header.index_checksum, header.constants_checksum) for header in headers
+        )

@@ -1,4 +1,4 @@
-"""Brings a model of another process to the newest version of the trainer's weights."""
+"""Copies the newest version of the trainer's weights into a model of another process."""
 
 from __future__ import annotations
 
@@ -40,9 +40,8 @@ from rayzero.workers.weights.images import SlotMappings, WeightImage, WeightSour
 log = logging.getLogger("rayzero.workers")
 
 POLL_S = 0.005
-"""How often a reader that waits looks for a version, for a copy from another node, and whether it
-is to end."""
-_TRY_AGAIN_S = 1.0  # after an error, unless there is a newer version before
+"""How often a waiting reader looks for a version or a copy from another node, and calls `check`."""
+_TRY_AGAIN_S = 1.0  # wait after an error, unless there is a newer version before
 _GONE = (SlotGoneError, SlotDamagedError, VaultGoneError)
 
 
@@ -51,7 +50,7 @@ class NoVersionError(RayzeroError):
 
 
 class _Loaded(NamedTuple):
-    """The content of a model: a version of an engine's weights, with the slots' `constants`."""
+    """The version that a model holds, its engine, and the version's `WeightSource.constants`."""
 
     version: WeightVersion
     engine: str | None
@@ -59,11 +58,11 @@ class _Loaded(NamedTuple):
 
 
 class LentVersion(NamedTuple):
-    """A version that other processes may read, as long as `WeightReader.lend` calls its function.
+    """A version that other processes may read until the `read` of `WeightReader.lend` returns.
 
     Args:
-        slots: of all ranks.
-        paths: of their buffers, which processes of this node and user may open.
+        slots: the slots of all ranks.
+        paths: the paths of the slots' buffers, which processes of this node and user may open.
     """
 
     version: WeightVersion
@@ -74,15 +73,15 @@ class LentVersion(NamedTuple):
 class WeightReader:
     """Reads versions of the weights into models of this process. Used by one thread.
 
-    Slots are mapped read-only and copied from, each range to where the model has it; those of other
-    nodes are copied to this node's vault first, once for all of its readers. A slot that is
-    overwritten meanwhile is given up for the newest version: the trainer never waits for a reader,
-    also not for one that was stopped, and allocates nothing for it.
+    Slots are mapped read-only, and each range is copied to its place in the model. Slots of other
+    nodes are copied to this node's vault first, once for all of its readers. If a slot is
+    overwritten during a read, the reader starts over with the newest version. The trainer never
+    waits for a reader, not even for a stopped one, and allocates nothing for it.
 
     Args:
-        find: the newest version, as far as the controller has said; None: none yet.
-        vault: the connection to this node's vault; None: there is none at the moment.
-        check: called with each read, and while it waits: raises to end it.
+        find: returns the newest version that the controller has named; None if there is none yet.
+        vault: returns the connection to this node's vault; None if there is none at the moment.
+        check: called at the start of a read, and while it waits; raises to end the read.
         limit_s: the longest wait for a version that can be read.
     """
 
@@ -103,7 +102,7 @@ class WeightReader:
 
     @property
     def newest(self) -> WeightVersion | None:
-        """The newest version; None: there is none yet."""
+        """The newest version; None if there is none yet."""
         directory = self._find()
         return None if directory is None else directory.version
 
@@ -111,21 +110,21 @@ class WeightReader:
         self, model: nn.Module, engine: str | None = None, least: tuple[int, int] = (0, 0)
     ) -> WeightVersion:
         """Copies the newest version into the model's parameters and persistent buffers, in place
-        and cast to their dtypes; nothing if the model has it. Waits for the first version.
+        and cast to their dtypes, unless the model has that version. Waits for the first version.
 
-        What training does not change is read once. If this raises, the model may have parts of
-        several versions, until a later call has returned.
+        Constants, which training does not change, are read once. If this raises, the model may hold
+        parts of several versions, until a later call has returned.
 
         Args:
-            model: with the names and shapes of the trainer's, on any device.
+            model: a model with the names and shapes of the trainer's model, on any device.
             engine: the name of one of several engines; None: the first one.
-            least: waits for a version of at least that `WeightDirectory.progress`.
+            least: waits for a version with at least this `WeightDirectory.progress`.
 
         Raises:
             CheckpointMismatchError: names or shapes differ.
             ConfigError: there is no engine of that name.
             NoVersionError: no version could be read within `limit_s`.
-            VaultMemoryError: the node has no room for those of other nodes.
+            VaultMemoryError: the node has too little memory for slots of other nodes.
         """
         return self._with_newest(
             lambda version: self._loaded.get(model, (None,))[:2] == (version, engine),
@@ -139,13 +138,15 @@ class WeightReader:
         loaded: WeightVersion | None = None,
         least: tuple[int, int] = (0, 0),
     ) -> WeightVersion:
-        """Has other processes of this node and user read the newest version; nothing if it is
-        `loaded`. Waits for the first version.
+        """Lends the newest version to other processes of this node and user, unless it is `loaded`.
+        Waits for the first version.
 
         Args:
-            read: called with the version. Raises if what was read is not all of it, and is then
-                called with a newer one, if slots were overwritten; otherwise that is raised here.
-            least: as of `refresh`.
+            read: called with the version; must raise if not all of it could be read. If slots were
+                overwritten, `read` is called again with a newer version; otherwise its error is
+                raised here.
+            loaded: the version that the other processes have.
+            least: as for `refresh`.
 
         Raises:
             NoVersionError, VaultMemoryError: as `refresh`.
@@ -155,10 +156,7 @@ class WeightReader:
         )
 
     def _lend(
-        self,
-        read: Callable[[LentVersion], object],
-        directory: WeightDirectory,
-        deadline_s: float,
+        self, read: Callable[[LentVersion], object], directory: WeightDirectory, deadline_s: float
     ) -> None:
         with ExitStack() as stack:
             images, paths = [], []
@@ -171,7 +169,7 @@ class WeightReader:
                 read(LentVersion(directory.version, directory.slots, tuple(paths)))
             except Exception:
                 for image in images:
-                    image.verify()  # SlotGoneError, where that was the reason
+                    image.verify()  # raises SlotGoneError if the slot was overwritten
                 raise
 
     def _with_newest(
@@ -180,7 +178,7 @@ class WeightReader:
         read: Callable[[WeightDirectory, float], object],
         least: tuple[int, int],
     ) -> WeightVersion:
-        """Reads the newest version, or a newer one if it is gone before it was read."""
+        """Reads the newest version. Repeats that if the version is gone before it was read."""
         self._check()
         deadline_s = monotonic() + self._limit_s
         reason = "the trainer has mirrored no step yet"
@@ -200,7 +198,7 @@ class WeightReader:
             self._await_other(directory, deadline_s, reason)
 
     def _await_other(self, before: WeightDirectory | None, deadline_s: float, reason: str) -> None:
-        """Returns once there is another version, or it is time to try the same one again."""
+        """Waits until there is another version, or it is time to try the same version again."""
         again_s = monotonic() + _TRY_AGAIN_S
         while self._find() == before and monotonic() < again_s:
             self._pause(deadline_s, reason)
@@ -212,8 +210,8 @@ class WeightReader:
                 f"no version of the trainer's weights could be read for {self._limit_s:g} s: "
                 + reason,
                 allowed="a job whose ranks train, and mirror their state (recovery.replicas: 1)",
-                fix="recovery.replicas, or the time that the role may wait; if versions are "
-                "overwritten before they are here, a longer recovery.mirror_every",
+                fix="set recovery.replicas, or let the role wait longer; if versions are "
+                "overwritten before they are read, set a longer recovery.mirror_every",
             )
         sleep(POLL_S)
 
@@ -223,17 +221,18 @@ class WeightReader:
         images = [self._map(ref, deadline_s) for ref in directory.slots]
         source = WeightSource(images, self._indexes)
         part = select_engine(source, engine)
-        constants, before = source.constants(), self._loaded.pop(model, None)
+        constants = source.constants()
+        loaded = self._loaded.pop(model, None)  # not loaded any more if the read fails
         has_constants = (
-            before is not None
+            loaded is not None
             and constants is not None
-            and (before.engine, before.constants) == (engine, constants)
+            and (loaded.engine, loaded.constants) == (engine, constants)
         )
         _read_model(model, part, skip_constants=has_constants)
         source.verify_all()
         self._mappings.end_turn()
         used = {image.header.index_checksum for image in images}
-        self._indexes = {key: it for key, it in self._indexes.items() if key in used}
+        self._indexes = {key: index for key, index in self._indexes.items() if key in used}
         self._loaded[model] = _Loaded(directory.version, engine, constants)
 
     def _map(self, ref: SlotRef, deadline_s: float) -> WeightImage:
@@ -244,31 +243,34 @@ class WeightReader:
             os.close(fd)
 
     def _open(self, ref: SlotRef, deadline_s: float) -> int:
-        """A descriptor, which the caller closes. Waits for a copy of what is on another node."""
+        """Returns a descriptor of the slot's buffer, which the caller closes. Waits while a slot of
+        another node is copied to this node."""
         while True:
-            if (vault := self._vault()) is None:
+            vault = self._vault()
+            if vault is None:
                 raise VaultGoneError("this node has no vault at the moment")
-            if (fd := vault.open_weights(ref)) is not None:
+            fd = vault.open_weights(ref)
+            if fd is not None:
                 return fd
             self._pause(deadline_s, f"{ref.describe()} is being copied to this node")
 
 
 def select_engine(source: StateSource, engine: str | None) -> StateSource:
-    """The part of an engine, by its name; None: of the first one. Raises ConfigError if there is
-    none of that name."""
+    """Returns the part of the source that belongs to an engine, by its name; None: the first
+    engine. Raises ConfigError if there is no engine of that name."""
     is_first = engine is None or len(engines_of(source)) == 1
     found = find_part(source, engine, is_first=is_first)
     if found is None:
         raise ConfigError(
             f"weights of an engine {engine!r}",
             allowed=list_engines(source),
-            fix="refresh(model, engine=...), or the name in the trainer's initialize(name=...)",
+            fix="pass refresh(engine=...) the name in the trainer's initialize(name=...)",
         )
     return open_part(source, found)
 
 
 def _read_model(model: nn.Module, source: StateSource, *, skip_constants: bool) -> None:
-    """Raises CheckpointMismatchError before anything is changed."""
+    """Copies the source into the model. Raises CheckpointMismatchError before any change."""
     held, constant = _held_tensors(source)
     ties = source.metadata(0).get("ties", {})
     targets = _targets(model, ties)
@@ -278,9 +280,10 @@ def _read_model(model: nn.Module, source: StateSource, *, skip_constants: bool) 
     copies = list[tuple[Tensor, Tensor]]()
     for name, tensors in targets.items():
         if name in held and not (skip_constants and name in constant):
-            landing = tensors[0].detach().contiguous()  # itself, but for another memory format
+            landing = tensors[0].detach().contiguous()  # a copy only if the memory format differs
             parts.append(whole_tensor_range(name, landing))
-            copies += [(it, landing) for it in tensors if it.data_ptr() != landing.data_ptr()]
+            others = [tensor for tensor in tensors if tensor.data_ptr() != landing.data_ptr()]
+            copies += [(tensor, landing) for tensor in others]
     with torch.no_grad():
         read_ranges(parts, source)
         for target, landing in copies:
@@ -288,18 +291,20 @@ def _read_model(model: nn.Module, source: StateSource, *, skip_constants: bool) 
 
 
 def _held_tensors(source: StateSource) -> tuple[dict[str, LogicalTensor], set[str]]:
-    """The weights and buffers of a source, and which of them training never changes."""
+    """Returns the weights and buffers of a source, and the names of those that are constants."""
     held = dict[str, LogicalTensor]()
     changing = set[str]()
     for index in source.block_indexes:
-        held |= {name: it for name, it in index.tensors.items() if is_weight(name)}
-        changing |= {it.name for it in index.ranges if it.offset >= index.constant_bytes}
+        held |= {name: tensor for name, tensor in index.tensors.items() if is_weight(name)}
+        for tensor_range in index.ranges:
+            if tensor_range.offset >= index.constant_bytes:
+                changing.add(tensor_range.name)
     return held, held.keys() - changing
 
 
 def _targets(model: nn.Module, ties: Mapping[str, str]) -> dict[str, list[Tensor]]:
-    """The tensors of a model by the name that they have in the state: several, if the trainer's
-    model has one tensor there."""
+    """Returns the tensors of a model by their name in the state. A name has several tensors if they
+    are tied in the trainer's model and separate in this one."""
     found = defaultdict[str, list[Tensor]](list)
     seen = set[int]()
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -314,15 +319,16 @@ def _logical(tensor: Tensor) -> LogicalTensor:
 
 
 def _check_fits(own: Mapping[str, LogicalTensor], held: Mapping[str, LogicalTensor]) -> None:
-    """Compares names and shapes; a buffer that the state lacks keeps its value."""
+    """Compares names and shapes. Raises CheckpointMismatchError if they differ. A buffer that the
+    state lacks is no error: it keeps its value."""
+    compared = {
+        name: tensor for name, tensor in own.items() if name in held or name.startswith("weights/")
+    }
     try:
-        check_state_fits_model(
-            {name: it for name, it in own.items() if name in held or name.startswith("weights/")},
-            held,
-        )
+        check_state_fits_model(compared, held)
     except CheckpointMismatchError as error:
         raise CheckpointMismatchError(
             error.seen.replace("saved state", "trainer's state"),
             allowed="a model with the names and shapes of the trainer's; dtypes may differ",
-            fix="make the model as the training function does, or refresh(model, engine=...)",
+            fix="make the model as the training function does, or call refresh(model, engine=...)",
         ) from None
