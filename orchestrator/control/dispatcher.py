@@ -87,7 +87,8 @@ class MessageDispatcher:
             self._timer.enter_phase("recompute")
 
     def _on_went_back(self, worker: int, message: WentBack) -> None:
-        """The training function continues from its own checkpoint instead of the state restored."""
+        """Handles a training function that continues from its own checkpoint instead of the
+        restored state."""
         del worker
         generation = self._members.generation
         if message.generation != generation.number or generation.fenced:
@@ -131,10 +132,10 @@ class MessageDispatcher:
         if self._members.registry.is_ahead(worker):
             if not self._members.registry.is_alive(worker):
                 return  # it was left out, or lost
-            told = "the training function returned before it trained", ""
+            error, traceback = "the training function returned before it trained", ""
             if isinstance(message, Crashed):
-                told = message.error, message.traceback
-            self._failures.on_newcomer_failed(worker, *told)
+                error, traceback = message.error, message.traceback
+            self._failures.on_newcomer_failed(worker, error, traceback)
             return
         faults_before = len(generation.pending_faults)
         if not generation.on_left(worker, message, self._loop.now_s()):
