@@ -277,7 +277,8 @@ class RoleWorkerEnded:
 class RoleFault:
     """A role lost a worker, or a worker's function failed. The worker is started again, unless the
     fault is fatal: then the job fails. `text` is the full description. `workers` is how many
-    workers of the role run now. `window_s` is the length of the role's fault window."""
+    workers of the role run now; a worker that had not begun did not count. `window_s` is the length
+    of the role's fault window."""
 
     role: str
     number: int
@@ -300,7 +301,8 @@ class RoleLimitsChanged:
 
 @dataclass(frozen=True)
 class RolloutsCounted:
-    """The contents of the rollout buffer, which is polled; `stages` has the role of each stage."""
+    """The counts of the rollout buffer, which the controller polls; `stages` has the role of each
+    stage."""
 
     counts: RolloutCounts
     stages: tuple[str, ...]

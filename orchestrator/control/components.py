@@ -65,7 +65,7 @@ class Dependencies:
     """Waits up to so many seconds until all events so far are durable in the journal; returns
     whether they are."""
     role_groups: Mapping[str, WorkerGroup] = field(default_factory=dict)
-    """By role."""
+    """The workers of each role, by its name."""
 
 
 class Components:

@@ -97,8 +97,8 @@ class MessageDispatcher:
         redone = self._rewind(message.step)
         self._events.warn(
             f"the script has loaded its own checkpoint of step {message.step}, with a client state "
-            f"that tells its place: {redone} finished step{'s' * (redone != 1)} will be done again "
-            "(none, if it loads only `if engine.global_steps == 0`, and skips the data of those)"
+            f"that says where to start: {redone} finished step{'s' * (redone != 1)} will be done "
+            "again (none, if it loads only `if engine.global_steps == 0`, and skips their data)"
         )
 
     def _on_step_divided(self, worker: int, message: StepDivided) -> None:
@@ -113,7 +113,7 @@ class MessageDispatcher:
             self._events.warn(
                 f"a step has {parts} micro-batches, which the script's loader gives to ranks in "
                 f"equal parts: of up to {limits.max} workers (workers.max) {most or 'none'} can "
-                "train; gradient_accumulation_steps decides it"
+                "train; gradient_accumulation_steps determines the number of micro-batches"
             )
 
     def _on_prepared(self, worker: int, message: Prepared) -> None:

@@ -267,10 +267,10 @@ class GenerationNumbers:
             if not self._is_durable and self._clock.now() > until_s:
                 raise JobFailedError(
                     f"the job's journal cannot be written for {self._limit_s:g} s, and the first "
-                    "generation of workers begins only once its number is there",
+                    "generation of workers begins only once its number is in the journal",
                     allowed="a shorter outage",
                     fix="checkpoint.path, the disk or store it is on, or a longer "
-                    "recovery.patience_s, of which half is waited for",
+                    "recovery.patience_s: the job waits for half of it",
                 )
 
     def next(self) -> int:

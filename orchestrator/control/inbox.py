@@ -40,8 +40,8 @@ diagnostics, acts first. It watches members only; this limit holds for all worke
 DISPATCH_SLICE_S = 0.0005
 """How long messages are dispatched before other tasks get a turn: a loss may be waiting."""
 MAX_UNDELIVERED_CHARACTERS = 16 * 2**20
-"""Limit for the log lines of all workers. The lines of a worker that prints beyond it are
-dropped."""
+"""Limit for the undelivered log lines of all workers. The lines of a worker that prints beyond it
+are dropped."""
 
 
 class UndeliveredLines:
@@ -179,8 +179,8 @@ class WorkerInbox:
 
     def is_any_silent(self, workers: Iterable[int], limit_s: float) -> bool:
         """Returns whether one of the workers may have made no progress for longer than the limit.
-        This is a cheap test before the hang policy's thorough one; it is cheapest in the usual
-        case, that all workers were heard from."""
+        This is a cheap test before the hang policy's thorough one, and cheaper still if all workers
+        were heard from recently, as is usual."""
         now_s, records = self._loop.now_s(), {*self._heartbeats.values()}
         longest_s = max((max(record.silent_s) for record in records), default=0.0)
         if now_s - min(self._last_heard_s.values(), default=now_s) + longest_s <= limit_s:

@@ -47,7 +47,7 @@ class NodeHealth:
     _names: dict[str, str] = field(default_factory=dict)
     _reports: dict[str, HealthReport] = field(default_factory=dict)
     _links: dict[tuple[str, str], float] = field(default_factory=dict)
-    """GB/s, by reading node and read node."""
+    """Measured GB/s, by (node that reads, node that is read)."""
     _failures: dict[str, str] = field(default_factory=dict)
     """The descriptions of failed checks, by node."""
     _links_lock: asyncio.Lock = field(default_factory=asyncio.Lock)

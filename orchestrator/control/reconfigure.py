@@ -340,8 +340,8 @@ class Rendezvous:
         if rank := registry.calls[main].rank:
             self._events.warn(
                 f"rank 0 is the worker on node {registry.info(main).node}, which was entered as "
-                f"rank {rank}, until there are more workers: what its function does on rank 0 only "
-                "by what it knew at its start (files, lines of the log) waits for that"
+                f"rank {rank}, until there are more workers: if the function has stored its rank, "
+                "work for rank 0 (files, lines of the log) is not done until then"
             )
 
     async def drain(self, limit_s: float, is_over: Callable[[], bool]) -> None:

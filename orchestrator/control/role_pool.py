@@ -128,7 +128,7 @@ class RolePool:
         ones. Runs until it is cancelled at the end of the job."""
         if (past := self._events.facts.roles.get(self.name)) is not None:
             self.finished.update(past.returned)
-        for status in sorted(found, key=lambda it: it.info.index, reverse=True):
+        for status in sorted(found, key=lambda status: status.info.index, reverse=True):
             self._take_over(status)
         self._inbox.start(self.workers)
         for status in found:
@@ -198,7 +198,7 @@ class RolePool:
         self._loop.spawn(self._release(worker.info))
 
     def _end_surplus(self) -> None:
-        for worker in sorted(self.workers.values(), key=lambda it: it.number)[self.most :]:
+        for worker in sorted(self.workers.values(), key=lambda worker: worker.number)[self.most :]:
             self._end(worker)
 
     def _take_over(self, status: WorkerStatus) -> None:
@@ -289,14 +289,14 @@ class RolePool:
             worker,
             FaultCause.HANG,
             f"no sign of life from its function for {silent_s:.3g} s, of {limit_s:g} "
-            f"(roles.{self.name}.recovery.hang_timeout_s): it takes, ends or extends a task, or "
-            f"calls ctx.check(){at}",
+            f"(roles.{self.name}.recovery.hang_timeout_s): such a sign is to take, end or extend a "
+            f"task, or to call ctx.check(){at}",
             stacks.text,
         )
 
     def _on_lost(self, index: int, detail: str, stack: str = "") -> None:
         """Handles a worker whose process ended, or does not respond and counts as lost."""
-        for spare in [it for it in self._spares if it.index == index]:
+        for spare in [info for info in self._spares if info.index == index]:
             self._spares.remove(spare)
             self._loop.spawn(self._replace(spare, 0.0))
         if (worker := self.workers.get(index)) is None:

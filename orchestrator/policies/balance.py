@@ -36,9 +36,7 @@ class Balancer:
         self._shares: tuple[float, ...] = ()  # in effect; empty: even ones
         self._counts: tuple[int, ...] = ()  # samples of each rank by these shares
         self._is_proposed = False  # new shares, which the ranks do not use yet
-        self._before: tuple[tuple[float, ...], float] | None = (
-            None  # shares and step time before a change
-        )
+        self._before: tuple[tuple[float, ...], float] | None = None  # before a change
         self._steps_s: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._steps_left = self._wait_steps = WINDOW_STEPS
 

@@ -53,10 +53,10 @@ USER_CODE_CAUSES = frozenset({FaultCause.DATA, FaultCause.EARLY_RETURN, FaultCau
 NEWCOMERS_CAUSES = USER_CODE_CAUSES | {FaultCause.CONFIG, FaultCause.ENTRYPOINT}
 """Causes that end no job if only new workers have them, while others train."""
 SAME_LOSSES = 3
-"""Number of equal losses in a row that fail the job. If a process or its device is lost so often on
-the same rank in the same step, each time after about the same time, then what it computes there
-ends it, not its machine. A hang is the function's fault if it is so often in the same step and
-line."""
+"""Number of equal losses in a row that fail the job. A process or a device that is lost so often on
+the same rank in the same step, each time after about the same time, is lost because of what it
+computes there, not because of its machine. A hang that is so often in the same step and line of the
+function is the function's fault."""
 
 
 DETECTION_S = 0.5
@@ -274,8 +274,9 @@ def _user_code_error(root: Fault, first: Fault | None) -> JobFailedError:
 
 
 def _signature(fault: Fault) -> tuple[FaultCause, int, str]:
-    """Returns what identifies the same exception at the same step. The rest of its text may contain
-    an address or a time; the text of a data error may name the file that was read first."""
+    """Returns what identifies the same exception at the same step. Only the beginning of its text
+    counts: the rest may contain an address or a time. The text of a data error does not count,
+    because it may name the file that was read first."""
     is_data = fault.cause is FaultCause.DATA
     return fault.cause, fault.step, "" if is_data else fault.detail.partition(":")[0]
 
@@ -347,7 +348,7 @@ def _same_loss_error(root: Fault) -> JobFailedError:
     causes = "os._exit, a crash in native code, and the kernel's out-of-memory killer"
     if root.cause is FaultCause.DEVICE:
         what, survivor = f"device of rank {root.rank} failed", "kernels that do not break it"
-        causes = "an index out of range, and kernels of one's own (CUDA_LAUNCH_BLOCKING=1 names it)"
+        causes = "an index out of range, and custom kernels (CUDA_LAUNCH_BLOCKING=1 shows which)"
     return JobFailedError(
         f"the {what} in step {root.step} {SAME_LOSSES} times in a row, "
         f"at last on node {root.worker.node} (pid {root.worker.pid}): "

@@ -86,7 +86,7 @@ def find_hang(ranks: Sequence[RankProgress], limits: HangLimits) -> Hang | None:
 
 def find_stopped(ranks: Sequence[RankProgress], limits: HangLimits) -> Hang | None:
     """Returns a rank whose process is stopped, or that neither responds nor uses any CPU. If half
-    of the ranks do not, the storage of memory-mapped files is slow, and none of them is blamed.
+    of the ranks use no CPU, the storage of memory-mapped files is slow, and none of them is blamed.
     Returns None if the limit is set, because a debugger may have stopped the process."""
     if limits.fixed_s is not None:
         return None

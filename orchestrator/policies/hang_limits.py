@@ -20,7 +20,7 @@ SILENCE_FACTOR, OUTSIDE_FACTOR = 2, 10
 varies more."""
 FIRST_STEP_FACTOR = 4
 """Limit of the first step of a process or a generation, as a multiple of the longest one so far:
-its node's caches may be cold, or the node slower."""
+the node's caches may be cold, or the node slower."""
 COMPILED_FACTOR = 60
 """Limit of the first step of a generation, in usual steps: it may compile again."""
 RECENT_STEPS = 200

@@ -69,8 +69,8 @@ def too_few_error(
     """Returns the error of a role that had fewer than the least number of workers for too long."""
     ended = f"; in {returned} more the function has returned" if returned else ""
     return JobFailedError(
-        f"role {role} has {ready} of at least {least} workers, and had not more for {waited_s:g} s"
-        f"{ended}",
+        f"role {role} has {ready} of at least {least} workers, and has had too few for "
+        f"{waited_s:g} s{ended}",
         allowed=f"at least {least} (roles.{role}.workers.min)",
         fix=f"roles.{role}.workers.min or .start_timeout_s in the job file, or the size of the "
         "cluster",

@@ -100,7 +100,7 @@ class Tuner:
         config's micro-batch, or the metric is not known."""
         if self._settings.metric == "flops" and result.step_s and result.flops_per_s is None:
             raise ConfigError(
-                "autotuning.metric is flops, and the device's peak is not known: none are counted",
+                "autotuning.metric is flops, which are not counted: the device's peak is not known",
                 allowed="throughput, latency",
                 fix="autotuning.metric, or rayzero.peak_flops",
             )
