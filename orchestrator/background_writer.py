@@ -118,7 +118,8 @@ class BackgroundWriter:
             now_s = time.monotonic()
             self._deadline_s = now_s + limit_s
             for queue in self._queues:
-                queue.due_s = min(queue.due_s, now_s + _CLOSING_RETRY_S * bool(queue.failures))
+                retry_s = _CLOSING_RETRY_S if queue.failures else 0.0
+                queue.due_s = min(queue.due_s, now_s + retry_s)
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join(limit_s)

@@ -162,13 +162,14 @@ class CheckpointStore:
         existing = [info for info in checkpoints if info.status not in harmless]
         if existing:
             plural = "s" * (len(existing) != 1)
-            usable = " that can be used" * (resume == "scratch")
+            usable = " that can be used" if resume == "scratch" else ""
+            remote = "; an object store cannot set them aside" if resume == "scratch" else ""
             raise ConfigError(
                 f"{self._plan.job_folder} holds {len(existing)} checkpoint{plural}{usable}, "
                 f"the newest of step {existing[-1].step}, and checkpoint.resume is {resume}",
                 allowed=f"a folder without checkpoints{usable}",
                 fix="choose another name or checkpoint.path, set checkpoint.resume: auto, or "
-                "remove them" + "; an object store cannot set them aside" * (resume == "scratch"),
+                f"remove them{remote}",
             )
 
     def _resume_from(self, path: str) -> CheckpointRef:

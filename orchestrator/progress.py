@@ -154,7 +154,9 @@ class _OpenStep:
         counters, width = rows.counters, len(rows.positions)
         if not self.ranks.isdisjoint(rows.ranks):
             new = [row for row, rank in enumerate(rows.ranks) if rank not in self.ranks]
-            numbers = [x for row in new for x in numbers[row * width : (row + 1) * width]]
+            numbers = [
+                number for row in new for number in rows.numbers[row * width : (row + 1) * width]
+            ]
             counters = tuple(counters[row] for row in new)
         self.ranks.update(rows.ranks)
         for rank_counters in counters:

@@ -101,9 +101,9 @@ class FailureHandler:
         """Kills a member that hangs, or that does not leave an ended generation."""
         where = {"traceback": stacks.text, "place": stacks.place}
         self._explained.setdefault(worker, (FaultCause.HANG, where))
-        what = f", {stacks.activity}" if stacks.activity else ""
-        at = f"; it is at {stacks.place}{what}" if stacks.place else ""
-        self.on_worker_lost(worker, f"{hang.reason}{at}")
+        activity = f", {stacks.activity}" if stacks.activity else ""
+        place = f"; it is at {stacks.place}{activity}" if stacks.place else ""
+        self.on_worker_lost(worker, f"{hang.reason}{place}")
 
     def on_device_failed(self, worker: int, crash: Crashed) -> None:
         """Handles a worker that cannot use its device any more. Its process is useless, and counts
@@ -114,7 +114,8 @@ class FailureHandler:
 
     def on_fenced(self, generation: GenerationState) -> None:
         """Corrects the steps of the generation's losses, once all survivors have left: a loss is
-        often known before the survivors' reports of the last steps."""
+        often known before the survivors' reports of the last steps. Fails the job if a loss then
+        repeats earlier ones."""
         history = failure.corrected(self.history, generation.number, generation.step)
         if history != self.history:
             self.history[:] = history

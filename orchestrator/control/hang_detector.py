@@ -51,7 +51,7 @@ inspect it."""
 
 @dataclass
 class _Look:
-    """What one look at the members has found, by worker.
+    """The result of one look at the members, by worker.
 
     Args:
         stacks: stacks that a member reports, or that its node sees if the member does not answer.

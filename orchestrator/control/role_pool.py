@@ -284,13 +284,13 @@ class RolePool:
         stacks = Stacks("")
         with suppress(WorkerUnavailableError):
             stacks = await self._calls.worker(worker.info.index, RoleCalls.dump_stack)
-        at = f"; it is at {stacks.place}" if stacks.place else ""
+        place = f"; it is at {stacks.place}" if stacks.place else ""
         self._on_fault(
             worker,
             FaultCause.HANG,
             f"no sign of life from its function for {silent_s:.3g} s, of {limit_s:g} "
             f"(roles.{self.name}.recovery.hang_timeout_s): such a sign is to take, end or extend a "
-            f"task, or to call ctx.check(){at}",
+            f"task, or to call ctx.check(){place}",
             stacks.text,
         )
 

@@ -104,11 +104,11 @@ def select_members(
 
 def not_enough_error(available: int, limits: WorkerLimits, waited_s: float) -> JobFailedError:
     """Returns the error of a job that has too few workers, and got no replacements in time."""
+    fitting = f", a number that divides {limits.parts} micro-batches" if limits.parts else ""
     return JobFailedError(
         f"{available} of at least {limits.least_above(available)} workers are left, and no "
         f"replacement was ready within {waited_s:g} s",
-        allowed=f"{limits.min} to {limits.max} workers (workers.min, workers.max)"
-        + f", a number that divides {limits.parts} micro-batches" * bool(limits.parts),
+        allowed=f"{limits.min} to {limits.max} workers (workers.min, workers.max){fitting}",
         fix="workers.min or workers.start_timeout_s in the job file, or the size of the cluster",
     )
 
@@ -280,5 +280,6 @@ class WorkerRegistry(ObservedState):
 def _with_shared_texts(worker: WorkerInfo) -> WorkerInfo:
     """Returns the worker with texts that the workers of a node share, because lists of workers are
     pickled."""
-    node_id, node, ip = intern(worker.node_id), intern(worker.node), intern(worker.ip)
-    return replace(worker, node_id=node_id, node=node, ip=ip)
+    return replace(
+        worker, node_id=intern(worker.node_id), node=intern(worker.node), ip=intern(worker.ip)
+    )

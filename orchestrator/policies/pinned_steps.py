@@ -49,7 +49,8 @@ class PinnedSteps:
     def add_rank(self, message: Pinned, node_id: str, world_size: int) -> PinnedStep | None:
         """Adds the pin of one rank. Returns the step that it completes, if any, which is to be
         written."""
-        generation, step = key = (message.generation, message.step)
+        generation, step = message.generation, message.step
+        key = (generation, step)
         if key <= self._resumed:
             return None
         ranks = self._incomplete.setdefault(key, {})

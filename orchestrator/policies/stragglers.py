@@ -55,7 +55,8 @@ class SpeedTracker:
         self._turn = 0
         self._medians_s: list[float] = []
         """The medians of all workers when the turn began, in order. A turn ends when a worker is
-        compared for the second time: so thousands of workers sort them once in `_LOOK_STEPS`."""
+        compared for the second time, so the medians of thousands of workers are sorted only once in
+        `_LOOK_STEPS` steps."""
 
     def start_generation(self, members: tuple[int, ...]) -> None:
         """Begins a generation of these workers, by rank. Workers that stay keep their state, but
