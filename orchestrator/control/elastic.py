@@ -61,6 +61,7 @@ class ElasticScaler:
             self._loop.spawn(work)
 
     def set_limits(self, min_workers: int, max_workers: int) -> None:
+        """Changes the limits, and requests or gives up workers accordingly."""
         registry = self._members.registry
         limits = registry.limits = replace(registry.limits, min=min_workers, max=max_workers)
         registry.try_again()

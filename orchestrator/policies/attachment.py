@@ -27,9 +27,9 @@ class Attachment:
     """The newest generation of a lost controller, and what is left of it.
 
     Args:
-        generation: its assignment, as one of its members has got it.
-        members: its members by rank, including lost ones.
-        present: the living members that have begun it.
+        generation: the assignment of the generation, as one of its members has got it.
+        members: all members by rank, including lost ones.
+        present: the living members that have begun the generation.
         others: all other living workers for ranks.
         roles: the living workers of roles.
     """

@@ -18,8 +18,8 @@ class WorkerLimits:
     """How many members a generation has, and how many more workers are kept ready.
 
     Args:
-        parts: number of parts of a step that cannot be divided otherwise: a number of members that
-            does not divide it cannot train. 0 if any number can.
+        parts: number of indivisible parts of a step: the number of members must divide it. 0 if any
+            number of members can train.
     """
 
     min: int

@@ -22,8 +22,8 @@ class LastRun:
     """The last run of a job's name, which has ended.
 
     Args:
-        differences: how this job differs from it in what determines what is trained: `key: old ->
-            new`.
+        differences: keys of the job file in which this job differs from the last run, and which
+            determine what is trained: `key: old -> new`.
     """
 
     state: str
