@@ -55,9 +55,9 @@ class ChangeNotifier:
 class ObservedState:
     """Base class of state that waiters' predicates read (`ChangeNotifier.wait_until`).
 
-    Assigning an attribute calls `on_change`, so that no code has to remember to wake the waiters.
-    A container in such an attribute is immutable, and replaced; or it is changed only by methods
-    of the class, which then call `_changed`.
+    Assigning an attribute calls `on_change`, so that no code has to remember to wake the waiters. A
+    container in an attribute is either immutable, and replaced as a whole; or it is mutated only by
+    methods of the class, which then call `_changed`.
     """
 
     def __init__(self, on_change: Callable[[], None]) -> None:
@@ -73,11 +73,13 @@ class ObservedState:
 T = TypeVar("T")
 
 WORKER_POLL_S = 2.0
-"""Longest time between two messages of a subscribed worker; an empty one says that it lives."""
+"""Longest time between two messages of a subscribed worker. A worker that has nothing to report
+sends an empty message, which shows that it is alive."""
 
 
 class BackgroundTasks:
-    """Owns the controller's background tasks: `cancel_all` ends them, errors are reported."""
+    """Owns the controller's background tasks. Their errors go to `on_error`; `cancel_all` ends
+    them."""
 
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
         self._on_error = on_error
@@ -87,7 +89,7 @@ class BackgroundTasks:
         task = asyncio.get_running_loop().create_task(self._report_errors(work))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        task.add_done_callback(lambda _: work.close())  # if it was cancelled before it began
+        task.add_done_callback(lambda _: work.close())  # cancelled before its first step
         return task
 
     async def cancel_all(self) -> None:
@@ -101,20 +103,21 @@ class BackgroundTasks:
     async def _report_errors(self, work: Coroutine[Any, Any, Any]) -> None:
         try:
             await work
-        except Exception as error:  # noqa: BLE001  # the owner decides what each means
+        except Exception as error:  # noqa: BLE001  # the owner handles each
             self._on_error(error)
 
 
 async def with_timeout(clock: Clock, limit_s: float, work: Awaitable[T]) -> T:
-    """The result of `work`. Raises TimeoutError if it took longer and was cancelled."""
-    async with clock.timeout(limit_s):  # without a task: there are thousands of calls a second
+    """Returns the result of `work`. Raises TimeoutError if it took longer and was cancelled."""
+    async with clock.timeout(limit_s):  # no task: there are thousands of calls a second
         return await work
 
 
 class PendingReplies:
     """The replies to one command that was sent to many workers.
 
-    The sender marks them. A worker that is lost counts as done: `WorkerGroup.receive` reports it.
+    The sender calls `mark_done` and `mark_failed`. A lost worker counts as done, because
+    `WorkerGroup.receive` reports its loss.
     """
 
     def __init__(self, workers: Iterable[int] = ()) -> None:
@@ -124,12 +127,13 @@ class PendingReplies:
         self._changed = ChangeNotifier()
 
     def mark_done(self, workers: Iterable[int]) -> None:
-        """These workers have replied, or are lost."""
+        """Records that these workers have replied or are lost."""
         self.pending.difference_update(workers)
         self._changed.notify()
 
     def mark_failed(self, error: Exception) -> None:
-        """A worker failed to execute the command; waiters raise the first such error."""
+        """Records that a worker failed to execute the command. Waiters raise the first such
+        error."""
         self._error = self._error or error
         self._changed.notify()
 
@@ -148,7 +152,8 @@ class WorkerReports:
     Args:
         messages: (worker, its messages in order); an empty list says that the worker is alive. The
             receiver owns the lists.
-        lost: (worker, the cause as far as it is known); its last messages come before this.
+        lost: (worker, the cause if it is known). A lost worker's last messages are in `messages`,
+            or were received before.
     """
 
     messages: Sequence[tuple[int, list[ReceivedMessage]]] = ()

@@ -19,9 +19,11 @@ _CLOSING_RETRY_S = 0.2
 
 @dataclass(eq=False)
 class WriteQueue:
-    """Items for one destination; made by `BackgroundWriter.add_queue`. Guarded by its lock. Those
-    that do not fit are dropped, oldest first, with a warning. `written`: how many ever put are not
-    waited for any more."""
+    """Items that wait to be written to one destination, guarded by the writer's lock.
+
+    Created by `BackgroundWriter.add_queue`. When the queue is full, the oldest items are dropped,
+    with a warning. `written` counts, of all items ever put, those that are written or dropped.
+    """
 
     changed: Condition
     subject: str
@@ -50,7 +52,8 @@ class WriteQueue:
                 self.put(None)
 
     def flush(self, limit_s: float) -> bool:
-        """Writes what is queued now. Blocks for up to `limit_s`; returns whether it is written."""
+        """Makes the thread write what is queued now. Blocks for up to `limit_s`; returns whether it
+        is written."""
         with self.changed:
             end = self.items.end
             if not self.failures:
@@ -59,7 +62,7 @@ class WriteQueue:
             return self.changed.wait_for(lambda: self.written >= end, limit_s)
 
     def discard(self) -> None:
-        """Drops what is not written yet."""
+        """Drops the items that are not written yet."""
         with self.changed:
             self.items.clear()
 
@@ -69,11 +72,11 @@ class WriteQueue:
 
 
 class BackgroundWriter:
-    """Owns the daemon thread `rayzero-writer`, from its first queue to `close`. `warn` is called in
-    it.
+    """Owns the daemon thread `rayzero-writer`, which runs from the first `add_queue` to `close`,
+    and calls `warn`.
 
-    Nobody waits for a disk: items queue up, bounded, while a write hangs. A write that raises is
-    retried with the same items.
+    `put` never waits for a disk: while a write hangs, items collect in a bounded queue. A write
+    that raises is retried with the same items.
     """
 
     def __init__(
@@ -93,7 +96,8 @@ class BackgroundWriter:
         interval_s: float,
         max_items: int = MAX_ITEMS,
     ) -> WriteQueue:
-        """
+        """Adds a queue for one destination.
+
         Args:
             subject: what is written, for warnings.
             write: writes items in order, or raises; called in the thread.
@@ -114,7 +118,8 @@ class BackgroundWriter:
             now_s = time.monotonic()
             self._deadline_s = now_s + limit_s
             for queue in self._queues:
-                queue.due_s = min(queue.due_s, now_s + _CLOSING_RETRY_S * bool(queue.failures))
+                retry_s = _CLOSING_RETRY_S if queue.failures else 0.0
+                queue.due_s = min(queue.due_s, now_s + retry_s)
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join(limit_s)
@@ -125,7 +130,7 @@ class BackgroundWriter:
             self._flush(queue)
 
     def _wait_due(self) -> WriteQueue | None:
-        """The next queue to write; None at the end."""
+        """Waits until a queue is due, and returns it. Returns None once the writer is closed."""
         with self._changed:
             while True:
                 pending = [queue for queue in self._queues if queue.items]
@@ -153,7 +158,7 @@ class BackgroundWriter:
             queue.due_s = time.monotonic() + queue.interval_s
             dropped, nbytes = queue.items.take_dropped()
             oldest = queue.items.end - len(queue.items)
-            # Some of what was written may have been dropped meanwhile.
+            # Items that the queue dropped during this write are written, so they do not count.
             dropped -= max(0, min(end, oldest) - (end - len(items)))
             while len(queue.items) > queue.items.end - end:
                 queue.items.popleft()
@@ -166,7 +171,7 @@ class BackgroundWriter:
             )
 
     def _schedule_retry(self, queue: WriteQueue, error: Exception) -> None:
-        """Warns once for each series of failures."""
+        """Schedules the next attempt. Warns once for each series of failures."""
         if queue.failures == 0:
             self.warn(f"{queue.subject} cannot be written, retrying: {first_line(error)}")
         with self._changed:

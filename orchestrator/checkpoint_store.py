@@ -33,8 +33,8 @@ class CheckpointStore:
 
     Args:
         warn: emits a warning; thread-safe.
-        adopting: whether the run continues one that lost its controller: checkpoints in the job's
-            folder belong to it, and take precedence over `checkpoint.resume`.
+        adopting: whether this run continues a run that lost its controller. The checkpoints in the
+            job's folder then belong to this run, and take precedence over `checkpoint.resume`.
         check_lease: called before each change; raises if another process owns the folder.
     """
 
@@ -53,31 +53,32 @@ class CheckpointStore:
         self._check_lease = check_lease
 
     def folder(self, step: int) -> str:
-        """The path or URL of that step's checkpoint."""
+        """Returns the path or URL of a step's checkpoint."""
         return join_url(self._plan.job_folder, step_folder_name(step))
 
     async def check_folder(self) -> None:
-        """Before files are written: raises if another process owns the job's folder. Makes it
-        again if it was removed."""
+        """Raises if another process owns the job's folder. Creates the folder again if it was
+        removed. Called before files are written."""
         await asyncio.to_thread(self._check_lease)
 
     async def resolve_resume(self) -> CheckpointRef | None:
-        """The checkpoint that this run starts from, by `checkpoint.resume`.
+        """Returns the checkpoint that `checkpoint.resume` selects for this run.
 
         Raises:
-            ConfigError: there is no such checkpoint; or there are some and resume is `never`; or
-                none of those that exist can be used, and resume is not `scratch`.
+            ConfigError: there is no such checkpoint; or `resume` is `never` and the folder has
+                checkpoints; or checkpoints exist, none of them is usable, and `resume` is not
+                `scratch`.
         """
         return await asyncio.to_thread(self._find_resume_point)
 
     async def newest(self, excluding: frozenset[int]) -> CheckpointRef | None:
-        """The newest complete checkpoint, without those of the excluded steps."""
+        """Returns the newest complete checkpoint that is not of an excluded step."""
         newest = await asyncio.to_thread(newest_complete, self._plan.job_folder, excluding)
         return None if newest is None else CheckpointRef(newest.step, newest.folder)
 
     async def mark_damaged(self, checkpoint: CheckpointRef, problem: str) -> None:
-        """Marks a checkpoint in which a load found a problem, if a file of it is damaged and it is
-        this job's own."""
+        """Checks the files of a checkpoint that a load could not read, and marks the checkpoint if
+        a file is damaged. Does nothing for a checkpoint of another job."""
         if checkpoint.folder != self.folder(checkpoint.step):
             return
         cancelled = threading.Event()
@@ -94,11 +95,12 @@ class CheckpointStore:
             cancelled.set()
 
     async def commit(self, step: int, generation: int, files: Sequence[RankFile]) -> None:
-        """Writes the manifest, which makes the checkpoint exist. Its files are durable already."""
+        """Writes the manifest, which makes the checkpoint exist. The files of its ranks are durable
+        before."""
         await asyncio.to_thread(self._write_manifest, step, generation, files)
 
     async def prune(self) -> tuple[int, ...]:
-        """Removes checkpoints by `checkpoint.keep` and `keep_every`. Returns their steps."""
+        """Removes checkpoints by `checkpoint.keep` and `keep_every`. Returns the removed steps."""
         keep, keep_every = self._settings.keep, self._settings.keep_every
         await asyncio.to_thread(self._check_lease)
         folder = self._plan.job_folder
@@ -108,7 +110,7 @@ class CheckpointStore:
         name, stage = self._plan.spec.name, self._plan.stage
         manifest = make_manifest(name, step, generation, files, stage=stage)
         self._check_lease()
-        # Again if there is one: it may be that of a process which took over since then.
+        # Checked again before a manifest is replaced: a process that took over may have written it.
         commit_checkpoint(self.folder(step), manifest, self._check_lease)
 
     def _find_resume_point(self) -> CheckpointRef | None:
@@ -126,8 +128,8 @@ class CheckpointStore:
         return self._resume_from(resume)
 
     def _refuse_unusable(self, checkpoints: Sequence[CheckpointInfo]) -> None:
-        """Raises ConfigError if there are finished checkpoints, of which none can be used: to start
-        from scratch then is the user's decision."""
+        """Raises ConfigError if there are finished checkpoints. None of them is usable, and only
+        the user may decide to start from scratch."""
         unusable = [info for info in checkpoints if info.status != "unfinished"]
         if not unusable:
             return
@@ -142,7 +144,8 @@ class CheckpointStore:
         )
 
     def _newest_usable(self, checkpoints: Sequence[CheckpointInfo]) -> CheckpointRef | None:
-        """The newest complete one. Warns of unusable newer ones, because their steps are lost."""
+        """Returns the newest complete checkpoint. Warns about newer unusable ones, because their
+        steps are lost."""
         for info in sorted(checkpoints, key=lambda info: info.step, reverse=True):
             if info.is_complete:
                 return CheckpointRef(info.step, info.folder)
@@ -151,25 +154,28 @@ class CheckpointStore:
         return None
 
     def _refuse_existing(self, checkpoints: Sequence[CheckpointInfo]) -> None:
-        """Raises ConfigError if there are checkpoints of another run: a new run's would not be the
-        newest. Unfinished ones are allowed, and with `resume: scratch` damaged ones."""
+        """Raises ConfigError if the folder has checkpoints of another run, because a new run's
+        checkpoints would not be the newest. Unfinished checkpoints are allowed, and with `resume:
+        scratch` damaged ones."""
         resume = self._settings.resume
         harmless = ("unfinished", "damaged") if resume == "scratch" else ("unfinished",)
         existing = [info for info in checkpoints if info.status not in harmless]
         if existing:
             plural = "s" * (len(existing) != 1)
-            damage = " that can be used" * (resume == "scratch")
+            usable = " that can be used" if resume == "scratch" else ""
+            remote = "; an object store cannot set them aside" if resume == "scratch" else ""
             raise ConfigError(
-                f"{self._plan.job_folder} holds {len(existing)} checkpoint{plural}{damage}, "
+                f"{self._plan.job_folder} holds {len(existing)} checkpoint{plural}{usable}, "
                 f"the newest of step {existing[-1].step}, and checkpoint.resume is {resume}",
-                allowed=f"a folder without checkpoints{damage}",
+                allowed=f"a folder without checkpoints{usable}",
                 fix="choose another name or checkpoint.path, set checkpoint.resume: auto, or "
-                "remove them" + "; an object store cannot set them aside" * (resume == "scratch"),
+                f"remove them{remote}",
             )
 
     def _resume_from(self, path: str) -> CheckpointRef:
-        """A checkpoint by its folder, or the newest of a job's folder. Any other folder may be a
-        foreign checkpoint, whose format and step only a worker can determine."""
+        """Returns the checkpoint at `path`, or the newest one if `path` is a job's folder. Any
+        other folder may be a foreign checkpoint, whose format and step only a worker can
+        determine."""
         checkpoints = list_checkpoints(path)
         newest = self._newest_usable(checkpoints)
         if newest is not None:
@@ -182,7 +188,7 @@ class CheckpointStore:
 
 
 def _is_same_folder(first: str, second: str) -> bool:
-    """Whether two paths or URLs name one folder, however they are written."""
+    """Returns whether two paths or URLs name the same folder."""
     if is_remote(first) or is_remote(second):
         return first == second
     return os.path.realpath(local_path(first)) == os.path.realpath(local_path(second))

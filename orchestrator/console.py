@@ -33,8 +33,11 @@ class PlainConsole:
     other events at once. `on_event` is called in another thread."""
 
     def __init__(self, write: WriteLine, *, shows_end: bool = True) -> None:
-        """`shows_end`: how the job ends is shown by `finish_ok` or `finish_error`; without it, as
-        in a log, the last fault is what tells."""
+        """
+        Args:
+            shows_end: whether `finish_ok` or `finish_error` will show how the job ended. Otherwise,
+                as in a log, a fatal fault is shown.
+        """
         self._write = write
         self._shows_end = shows_end
         self._steps: int | None = None
@@ -42,12 +45,12 @@ class PlainConsole:
         self._unprinted_step: StepRecord | None = None
 
     def start(self, name: str, steps: int | None) -> None:
-        """A job of that name starts; `steps` is None if their number is unknown."""
+        """Shows the name of the job that starts. `steps` is None if their number is unknown."""
         self._steps = steps
         self._write(f"job {name}")
 
     def await_next(self, text: str) -> None:
-        """The job waits for that, before its first event."""
+        """Shows what the job waits for before its first event."""
         self._write(text)
 
     def on_event(self, event: job_events.JobEvent) -> None:
@@ -58,7 +61,7 @@ class PlainConsole:
                 self._print_step()
             return
         if isinstance(event, job_events.FaultDetected) and event.is_fatal and self._shows_end:
-            return  # its error is printed
+            return  # `finish_error` prints it
         if isinstance(event, job_events.StateEntered):
             self._print_step()
         for line in event_lines(event):
@@ -109,7 +112,7 @@ class LiveConsole(PlainConsole):
         self._bar.start()
 
     def await_next(self, text: str) -> None:
-        if not self._has_events:  # which come in another thread, and know better
+        if not self._has_events:  # events come in another thread, and say more
             self._show_awaited(text)
 
     def _show_awaited(self, text: str) -> None:
@@ -158,7 +161,7 @@ class JsonConsole:
         self._emit("job", {"name": name, "steps": steps})
 
     def await_next(self, text: str) -> None:
-        """Only for people."""
+        """Ignores the text, which is for people only."""
 
     def on_event(self, event: job_events.JobEvent) -> None:
         fields = asdict(event)
@@ -185,7 +188,7 @@ Console: TypeAlias = PlainConsole | JsonConsole
 
 @contextmanager
 def console_for(as_json: bool) -> Iterator[Console]:
-    """A console on stdout; the output of all other code goes to stderr meanwhile."""
+    """Yields a console on stdout. The output of all other code goes to stderr meanwhile."""
     stdout = sys.stdout
     with redirect_stdout(sys.stderr):
         if as_json:
@@ -197,7 +200,8 @@ def console_for(as_json: bool) -> Iterator[Console]:
 
 @contextmanager
 def open_console(out: TextIO) -> Iterator[PlainConsole]:
-    """A live bar on a terminal, removed at the end of the `with`; plain lines elsewhere."""
+    """Yields a live bar on a terminal, which is removed at the end of the `with`; elsewhere a
+    console that prints plain lines."""
     if out.isatty():
         bar = LiveConsole(rich.console.Console(file=out))
         try:
@@ -213,7 +217,7 @@ def _line_writer(out: TextIO) -> WriteLine:
 
 
 _BEFORE_FIRST_STEP = {State.STARTING: "workers start", State.RUNNING: "first step"}
-"""What a job waits for in a state."""
+"""Texts for what a job waits for, by state, before its first step."""
 
 _EVENT_NAMES: dict[type[job_events.JobEvent], str] = {
     StepRecord: "step",

@@ -12,12 +12,12 @@ _FILE_ENTRYPOINT = re.compile(r"^(?:\./)?((?:\w+/)*\w+)\.py(?=:)")
 
 
 def _name_module(file: re.Match[str]) -> str:
-    """`src.first` of `src/first.py`"""
+    """Returns `src.first` for `src/first.py`."""
     return file[1].replace("/", ".")
 
 
 def _check_entrypoint(value: str) -> str:
-    """The entry point with a module in place of a file."""
+    """Returns the entry point, with a file replaced by its module."""
     value = _FILE_ENTRYPOINT.sub(_name_module, value)
     if not _ENTRYPOINT.fullmatch(value):
         path, _, function = value.partition(":")

@@ -34,7 +34,7 @@ class JobFailedError(_TracedError):
 
 
 def internal_error(error: Exception) -> JobFailedError:
-    """The job fails by a bug of rayzero."""
+    """Returns the error of a job that fails because of a bug in rayzero."""
     return JobFailedError(
         f"rayzero itself failed: {type(error).__name__}: {error}", fix="please report this"
     )
@@ -74,9 +74,9 @@ class WorkerLostError(Exception):
 
 
 class WorkerStartError(WorkerLostError):
-    """A worker's process did not start. Of `worker` its index and its node's id and name are known,
-    its process is not; it `repeats` if it would fail again, in its actor's constructor or
-    environment."""
+    """A worker's process did not start. `worker` has the worker's index and its node's id and name,
+    but no process. `repeats` is whether another attempt would fail as well, because the cause is in
+    the actor's constructor or environment."""
 
     def __init__(self, cause: str, worker: WorkerInfo, repeats: bool, retry_in_s: float) -> None:
         super().__init__(f"a worker did not start, trying again in {retry_in_s:g} s: {cause}")

@@ -17,7 +17,7 @@ from rayzero.workers.messages import LogLine
 
 
 def format_step(record: StepRecord) -> str:
-    """`loss 2.301 | 12,345 tokens/s | 0.12 s/step | 2 workers`"""
+    """Returns `loss 2.301 | 12,345 tokens/s | 0.12 s/step | 2 workers`."""
     parts = [] if record.loss is None else [f"loss {record.loss:.4f}"]
     if record.tokens_per_s is not None:
         parts.append(f"{record.tokens_per_s:,.0f} tokens/s")
@@ -46,7 +46,7 @@ def _describe_reattachment(event: job_events.Reattached) -> str:
 
 
 def event_lines(event: job_events.JobEvent) -> Iterator[str]:
-    """The lines for an event; none for an event that a console shows in another way."""
+    """Yields the lines for an event; none for an event that a console shows in another way."""
     match event:
         case LogLine():
             yield f"[{event.speaker}] {event.text}"
@@ -99,7 +99,8 @@ def event_lines(event: job_events.JobEvent) -> Iterator[str]:
 
 
 def _format_recovery(recovery: job_events.Repaired | job_events.Resized) -> str:
-    """`repaired in 0.24 s: 3 -> 2 workers after step 41, no step recomputed (detect 0.00, ...)`"""
+    """Returns `repaired in 0.24 s: 3 -> 2 workers after step 41, no step recomputed (detect 0.00,
+    ...)`."""
     parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in recovery.seconds.items())
     sizes = (
         f"{recovery.world_size_before} -> {recovery.world_size} workers after step {recovery.step}"
@@ -112,8 +113,8 @@ def _format_recovery(recovery: job_events.Repaired | job_events.Resized) -> str:
 
 
 def summary_lines(result: JobResult) -> Iterator[str]:
-    """How the job went, where its results are, and what can be done with them; then what the
-    training function returned."""
+    """Yields lines that say how the job went, where its results are, and what can be done with
+    them; then what the training function returned."""
     own = {key: value for key, value in result.metrics.items() if key not in result.returned}
     yield f"succeeded: {', '.join(_progress_parts(own))}"
     if faults := own.get("faults"):
@@ -135,7 +136,7 @@ def summary_lines(result: JobResult) -> Iterator[str]:
 
 
 def _progress_parts(own: Mapping[str, Any]) -> Iterator[str]:
-    """`80 steps in 12.3 s`, `2 workers`, `loss 8.1 to 2.5`, `12,345 tokens/s`"""
+    """Yields `80 steps in 12.3 s`, `2 workers`, `loss 8.1 to 2.5`, `12,345 tokens/s`."""
     steps = count_of(own["steps"], "step")
     if own.get("steps_trained") == 0:
         steps = f"no step was trained (after {steps})"
@@ -149,7 +150,7 @@ def _progress_parts(own: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _format_returned(value: Any) -> str:
-    """Empty for what has no value."""
+    """Formats a returned value, without parts that are None; empty if nothing is left."""
     if isinstance(value, dict):
         known = {name: part for name, part in value.items() if part is not None}
         return ", ".join(f"{name} {_format_value(part)}" for name, part in known.items())
@@ -159,7 +160,7 @@ def _format_returned(value: Any) -> str:
 
 
 def print_error(error: RayzeroError) -> None:
-    """A requested stop is no error, and is not called one."""
+    """Prints an error to stderr. A requested stop is no error, and gets no `error:` prefix."""
     prefix = "" if isinstance(error, JobStoppedError) else "error: "
     print(f"{prefix}{error}", file=sys.stderr, flush=True)
 

@@ -11,7 +11,8 @@ from rayzero.orchestrator.numbers import Amount, Count, UnixTime
 
 @dataclass(frozen=True)
 class GenerationEntry:
-    """A generation begins, or loses a rank: with the ranks that are left."""
+    """The start of a generation, or its loss of a rank. `world_size` counts the ranks that are
+    left."""
 
     at_s: UnixTime
     generation: Count
@@ -31,8 +32,9 @@ class FaultEntry:
 
 @dataclass(frozen=True)
 class RecoveryEntry:
-    """A repair; a resize with its reason as `cause`; or a new process of the job that continues
-    with the lost one's workers, after `total_s` without one."""
+    """A repair, a resize, or a reattachment: a new process of the job continues with the lost
+    process's workers. The `cause` of a resize is its reason; `total_s` of a reattachment is the
+    time without a process."""
 
     at_s: UnixTime
     kind: Literal["repair", "resize", "reattach"]

@@ -1,7 +1,7 @@
 """The facts of a job's run, folded from its events, and the bus that folds and delivers them.
 
-`JobFacts` is what status, metrics, page, summary and journal tell of a run; its JSON is the state
-of the journal, from which another controller continues.
+Status, metrics, page, summary and journal report the `JobFacts` of a run. Their JSON is the state
+file of the journal, from which another controller continues the run.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from rayzero.orchestrator.role_facts import RoleFacts, fold_role_event
 from rayzero.workers.messages import LogLine
 
 MAX_ENTRIES = 256
-"""Entries of each list that is shown; the newest."""
+"""Number of newest entries that each shown list keeps."""
 
 RESERVED_GENERATIONS = 1000
-"""Numbers of generations that a process of a run reserves at a time."""
+"""How many generation numbers a process of a run reserves at a time."""
 
 MAX_FAULTS = 1000
-"""Faults that are kept for budgets; the newest."""
+"""Number of newest faults that are kept for budgets."""
 
 T = TypeVar("T")
 
@@ -53,12 +53,12 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Counters:
     """Totals of the run, in which recomputed steps count again. A step that finished but was never
-    reported, because no rank survived, counts like the next one.
+    reported, because no rank survived, counts with the values of the next reported step.
 
     Args:
         loss: of the last step, if it is finite.
-        seconds: wall time by cause; of the journal's state only.
-        last_step: the last one that this process finished.
+        seconds: wall time by cause; set only in the journal's state.
+        last_step: the last step that this process finished.
     """
 
     loss: FiniteFloat | None = None
@@ -90,23 +90,24 @@ class JobFacts:
     """The facts of a job's run, which may have had several processes. Times are Unix times.
 
     Args:
-        began_at_s, last_at_s: when its first and its last event happened.
-        spec: of its last process, without secrets.
-        run: the id of its last process.
-        working_dir: the submitter's.
+        began_at_s, last_at_s: times of the run's first and last event.
+        spec: the spec of the run's last process, without secrets.
+        run: the id of the run's last process.
+        working_dir: the submitter's working directory.
         by_value: the training function was submitted as an object, not by name.
-        source: a hash of its code, of its last process; empty if unknown.
-        step: finished steps; `best_step`: the most it ever had, before it went back.
-        reserved_generations: its controllers gave no generation a greater number.
-        start_s: how long the first workers of its last start took.
-        scaled_limits: the least and the most workers, if they were changed while it ran.
-        faults: the newest `MAX_FAULTS`; `fatal`: the one that ended it.
-        end_state: empty while it has not ended.
+        source: a hash of the code of the last process; empty if unknown.
+        step: number of finished steps; a recovery may go back.
+        best_step: the largest `step` so far.
+        reserved_generations: no generation of the run has a greater number.
+        start_s: how long the first workers took at the last start.
+        scaled_limits: (minimum, maximum) of workers, if they were changed while the job ran.
+        faults: the newest `MAX_FAULTS`; `fatal`: the fault that ended the run.
+        end_state: empty until the run has ended.
         waiting_for: resources that the first workers wait for, and who holds them.
         generations, seen_faults, recoveries, checkpoints: the newest `MAX_ENTRIES` of each, oldest
             first; without checkpoints that were removed.
-        lost_ranks: of the newest generation.
-        roles: its other workers, by role.
+        lost_ranks: lost ranks of the newest generation.
+        roles: the facts of each role, by its name.
     """
 
     began_at_s: UnixTime = 0.0
@@ -159,12 +160,12 @@ class JobFacts:
         return sum(self.repairs_by_cause.values())
 
     def faults_on_clock(self, now_s: float, unix_s: float) -> list[Fault]:
-        """The faults, their times on this controller's clock; none is in the future, where the
-        machine's time was set back."""
+        """Returns the faults, with their times on this controller's clock. None is in the future,
+        even if the machine's time was set back."""
         return [replace(fault, at_s=now_s - max(0.0, unix_s - fault.at_s)) for fault in self.faults]
 
     def apply(self, event: JobEvent | FrequentEvent, at_s: float) -> JobFacts:
-        """The facts after one more event."""
+        """Returns the facts after one more event."""
         if isinstance(event, RunBegun):
             return self._begin(event, at_s)
         changes = self._changes(event, at_s)
@@ -173,7 +174,8 @@ class JobFacts:
         return replace(self, last_at_s=at_s, **changes)
 
     def _begin(self, event: RunBegun, at_s: float) -> JobFacts:
-        """The ranks of a run that is adopted ended with their controller."""
+        """Returns the facts of a run that begins. The ranks of an adopted run ended with their
+        controller."""
         new = JobFacts(at_s, working_dir=event.working_dir, by_value=event.by_value)
         past = self if event.adopted else new
         reserved = max(past.generation, past.reserved_generations) + RESERVED_GENERATIONS
@@ -192,7 +194,7 @@ class JobFacts:
             end_state="",
             error="",
             generations=past._generations_with(at_s=past.last_at_s, world_size=0),
-            roles={name: it.with_workers(0, past.last_at_s) for name, it in past.roles.items()},
+            roles={name: role.with_workers(0, past.last_at_s) for name, role in past.roles.items()},
         )
 
     def _changes(self, event: JobEvent | FrequentEvent, at_s: float) -> dict[str, Any]:
@@ -233,7 +235,7 @@ class JobFacts:
             case job_events.CheckpointFailed():
                 return {"checkpoints_failed": self.checkpoints_failed + 1}
             case job_events.CheckpointsPruned(steps):
-                return {"checkpoints": tuple(it for it in self.checkpoints if it.step not in steps)}
+                return {"checkpoints": tuple(c for c in self.checkpoints if c.step not in steps)}
             case job_events.FolderRemoved():
                 return {"checkpoint_step": None, "checkpoints": ()}
             case job_events.LimitsChanged():
@@ -270,8 +272,8 @@ class JobFacts:
         return changes
 
     def _reattach(self, event: job_events.Reattached, at_s: float) -> dict[str, Any]:
-        """The ranks have not ended with their controller. The steps between the newest in the
-        journal and the first one that is reported now count with that."""
+        """Takes back the end of the ranks that `_begin` assumed. Steps after the journal's newest
+        step count with the first step that is reported now."""
         has_ended = bool(self.generations) and not self.generations[-1].world_size
         return {
             "step": max(self.step, event.step),
@@ -295,7 +297,8 @@ class JobFacts:
         }
 
     def _lose_rank(self, rank: int | None, cause: str, at_s: float) -> dict[str, Any]:
-        """A failed collective is not the loss of its rank."""
+        """Counts a rank as lost, except after a failed collective, which does not mean that its
+        rank is lost."""
         if rank is None or cause == FaultCause.COLLECTIVE or rank in self.lost_ranks:
             return {}
         left = self.generations[-1].world_size - 1 if self.generations else 0
@@ -305,7 +308,7 @@ class JobFacts:
         }
 
     def _generations_with(self, **changes: Any) -> tuple[GenerationEntry, ...]:
-        """The list, with an entry of the newest generation after these changes."""
+        """Returns the list with one more entry: the newest generation after these changes."""
         if not self.generations:
             return ()
         return _longer(self.generations, replace(self.generations[-1], **changes))
@@ -320,7 +323,7 @@ def _plus_one(counts: Mapping[str, int], cause: str) -> Mapping[str, int]:
 
 
 _NO_FACTS = frozenset({*get_args(FrequentEvent), LogLine})
-"""Thousands of these come in a second."""
+"""Event types that change no facts, and come thousands of times a second."""
 
 
 class EventBus:
@@ -330,8 +333,8 @@ class EventBus:
     Used from one event loop. Handlers must not block, and must not raise.
 
     Args:
-        facts: of the lost run that this one adopts.
-        unix: the time of an event.
+        facts: the facts of the lost run that this run adopts.
+        unix: returns the Unix time of an event.
     """
 
     def __init__(

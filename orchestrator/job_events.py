@@ -25,10 +25,10 @@ class RunBegun:
 
     Args:
         run: the id of the process.
-        spec: without secrets.
-        working_dir: the submitter's.
+        spec: the job's spec, without secrets.
+        working_dir: the submitter's working directory.
         by_value: the training function was submitted as an object, not by name.
-        source: a hash of its code; empty if unknown.
+        source: a hash of the job's code; empty if unknown.
     """
 
     run: str
@@ -74,7 +74,7 @@ class MetricsServed:
 @dataclass(frozen=True)
 class WorkersReady:
     """The processes of these workers are running and ready. `start_s` is how long the job's first
-    ones took; 0 for later ones."""
+    workers took; 0 for later workers."""
 
     workers: tuple[WorkerInfo, ...]
     start_s: float = 0.0
@@ -104,8 +104,8 @@ class Resumed:
 
 @dataclass(frozen=True)
 class RunAdopted:
-    """The job continues a run whose controller was lost, after `step` finished steps; those after
-    the newest checkpoint are recomputed. `offline_s` counts from the last entry of its journal."""
+    """The job continues a run whose controller was lost, after `step` finished steps. Steps after
+    the newest checkpoint are recomputed. `offline_s` counts from the last entry of the journal."""
 
     step: int
     generation: int
@@ -114,13 +114,13 @@ class RunAdopted:
 
 @dataclass(frozen=True)
 class Reattached:
-    """The job's new process continues with the workers of the lost one, which have trained on:
-    all ranks have finished `step` steps of that generation.
+    """The job's new process continues with the workers of the lost one, which have trained on: all
+    ranks have finished `step` steps of that generation.
 
     Args:
-        offline_s: since the last entry of the journal.
-        lost_ranks: those without a worker, which are repaired now.
-        roles: the number of workers that have gone on, by role.
+        offline_s: time since the last entry of the journal.
+        lost_ranks: ranks without a worker, which are repaired now.
+        roles: the number of surviving workers, by role.
     """
 
     step: int
@@ -134,7 +134,7 @@ class Reattached:
 @dataclass(frozen=True)
 class FaultDetected:
     """A fault, as it is first seen. `rank` is None if the worker was no member of the generation;
-    `text` is the full description. `is_fatal`: the job's error tells the same."""
+    `text` is the full description. If `is_fatal`, the job's error has the same description."""
 
     cause: str
     worker: WorkerInfo
@@ -146,8 +146,9 @@ class FaultDetected:
 
 @dataclass(frozen=True)
 class NodeChecked:
-    """A node failed its health check: its workers are used only if there are no others. `text` has
-    each figure, its limit and a fix; empty: it passes the check again."""
+    """A node failed its health check, or passes it again. The workers of a failed node are used
+    only if there are no others. `text` has each failed figure, its limit and a fix; it is empty if
+    the node passes."""
 
     node_id: str
     node: str
@@ -159,7 +160,7 @@ class Repaired:
     """The first finished step after a recovery.
 
     Args:
-        cause: of the first fault, when several were recovered from together.
+        cause: of the first fault, if several faults were recovered from together.
         lost: the lost members, as "rank 1 on node a (pid 7)".
         step: the step that training went back to.
         steps_redone: finished steps that had to be recomputed.
@@ -252,8 +253,8 @@ class LimitsChanged:
 
 @dataclass(frozen=True)
 class RoleWorkerReady:
-    """A worker of a role has begun; `number` is its own in the role. The role has `workers` that
-    run now."""
+    """The function of a role's worker has begun. `number` is the worker's number in the role;
+    `workers` is how many workers of the role run now."""
 
     role: str
     number: int
@@ -263,8 +264,8 @@ class RoleWorkerReady:
 
 @dataclass(frozen=True)
 class RoleWorkerEnded:
-    """The function of a role's worker has returned, or the worker was ended: it is not needed.
-    The role has `workers` that run now."""
+    """A role's worker has ended: its function has returned, or the worker was not needed. `workers`
+    is how many workers of the role run now."""
 
     role: str
     number: int
@@ -274,9 +275,10 @@ class RoleWorkerEnded:
 
 @dataclass(frozen=True)
 class RoleFault:
-    """A role lost a worker, or its function failed. It is started again, unless the fault is fatal:
-    then the job fails. `text` is the full description. The role has `workers` that
-    run now: one that had not begun was none of them. Its budget counts the faults of `window_s`."""
+    """A role lost a worker, or a worker's function failed. The worker is started again, unless the
+    fault is fatal: then the job fails. `text` is the full description. `workers` is how many
+    workers of the role run now; a worker that had not begun did not count. `window_s` is the length
+    of the role's fault window."""
 
     role: str
     number: int
@@ -299,7 +301,8 @@ class RoleLimitsChanged:
 
 @dataclass(frozen=True)
 class RolloutsCounted:
-    """The buffer of rollouts was asked what it holds; `stages` has the role of each stage."""
+    """The counts of the rollout buffer, which the controller polls; `stages` has the role of each
+    stage."""
 
     counts: RolloutCounts
     stages: tuple[str, ...]
@@ -315,14 +318,15 @@ class StepReplicated:
 
 @dataclass(frozen=True)
 class GenerationStarted:
-    """A generation was given to its members; `nodes` has the node of each rank."""
+    """The members of a generation get their assignments; `nodes` has the node of each rank."""
 
     nodes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class NumbersReserved:
-    """Generations up to the number `last` may be given from now on, once the journal has this."""
+    """Generation numbers up to `last` are reserved, and may be used once this event is in the
+    journal."""
 
     last: int
 
@@ -349,7 +353,7 @@ ClientEvent: TypeAlias = (
     | StepRecord
     | LogLine
 )
-"""What clients see: consoles, `JobHandle.events`."""
+"""Events that clients see: consoles, `JobHandle.events`."""
 
 
 ControlEvent: TypeAlias = (
@@ -365,12 +369,13 @@ ControlEvent: TypeAlias = (
     | CheckpointsPruned
     | NumbersReserved
 )
-"""What only the job's own process uses."""
+"""Events that only the job's own process uses."""
 
 
 FrequentEvent: TypeAlias = StepRows | Heartbeats | RoleReport | RolloutsCounted
-"""Messages of ranks of the newest generation, of roles' workers and of the buffer: too many
-for anyone but the metrics. The last report of a step precedes its `StepRecord`."""
+"""Messages of the newest generation's ranks, of roles' workers and of the rollout buffer. Only the
+metrics observe them, because there are too many. The last report of a step precedes its
+`StepRecord`."""
 
 
 JobEvent: TypeAlias = ClientEvent | ControlEvent

@@ -57,9 +57,9 @@ def make_spec(
 
 
 def resolve_engine_config(spec: JobSpec, engine_folder: Path) -> JobSpec:
-    """The spec with its engine config inline, validated for every world size of the job. Raises
-    ConfigError if the engine config cannot be read or is invalid, or its global batch would change
-    with the number of workers."""
+    """Returns the spec with its engine config inline, validated for every world size of the job.
+    Raises ConfigError if the engine config cannot be read or is invalid, or its global batch would
+    change with the number of workers."""
     _check_args(spec)
     most = {name: role.workers.most for name, role in spec.roles.items()}
     for fault in spec.faults:
@@ -79,22 +79,23 @@ def resolve_engine_config(spec: JobSpec, engine_folder: Path) -> JobSpec:
 
 
 def _check_args(spec: JobSpec) -> None:
-    """Checks that a journal, which is JSON, can hold the args."""
-    every = {"args": spec.args} | {f"roles.{name}.args": it.args for name, it in spec.roles.items()}
-    for key, args in every.items():
+    """Raises ConfigError unless the args can be stored in a journal, which is JSON."""
+    all_args = {"args": spec.args}
+    all_args |= {f"roles.{name}.args": role.args for name, role in spec.roles.items()}
+    for key, args in all_args.items():
         name = f"job {spec.name!r}, {key}"
         try:
             to_plain(to_jsonable_python(args), name, MAX_DEPTH, allow_infinity=False)
         except ConfigError:
             raise
-        except ValueError as error:  # of another type, or endless
+        except ValueError as error:  # no JSON type, or a cycle
             raise ConfigError(f"{name}: {first_line(error)}", allowed="JSON types") from None
 
 
 def check_batch_sizes(config: EngineConfig, min_workers: int, max_workers: int) -> None:
     """Checks that the global batch is the same for every number of workers. Raises ConfigError if
-    the batch sizes are inconsistent, the global batch would change, or has less than a sample for
-    each worker."""
+    the batch sizes are inconsistent, or the global batch would change or has less than one sample
+    for each worker."""
     total, sizes = config.train_batch_size, (min_workers, max_workers)
     if total is None and min_workers < max_workers:
         least, most = (resolve_batch_sizes(config, size).global_batch for size in sizes)
@@ -176,7 +177,7 @@ run.
 
 
 def to_document(spec: JobSpec) -> dict[str, Any]:
-    """A spec as JSON data, with all defaults filled in."""
+    """Returns a spec as JSON data, with all defaults filled in."""
     document: dict[str, Any] = spec.model_dump(mode="json")
     document["workers"]["max"] = spec.workers.most
     for name, role in spec.roles.items():
@@ -185,7 +186,7 @@ def to_document(spec: JobSpec) -> dict[str, Any]:
 
 
 def diff_documents(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
-    """The keys (dotted, sorted) with different values in two documents, each with a line
+    """Returns the keys (dotted, sorted) whose values differ in two documents, each with a line
     `key: old -> new`, in which secrets are redacted."""
     before, after = _leaf_texts(old), _leaf_texts(new)
     return {
@@ -196,7 +197,8 @@ def diff_documents(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, 
 
 
 def not_covered_by(diffs: Mapping[str, str], allowed: Sequence[str]) -> list[str]:
-    """The lines of `diff_documents` whose key is none of the allowed ones, nor below one."""
+    """Returns the lines of `diff_documents` whose key is neither one of the allowed keys nor below
+    one."""
     return [
         line
         for key, line in diffs.items()
@@ -211,7 +213,7 @@ def _show_value(key: str, leaves: Mapping[str, str]) -> str:
 
 
 def flatten_document(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every leaf; None and empty mappings are left out."""
+    """Yields (dotted key, value) of every leaf. None and empty mappings are left out."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from flatten_document(inner, f"{prefix}.{key}" if prefix else str(key))
@@ -220,7 +222,7 @@ def flatten_document(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _leaf_texts(document: Mapping[str, Any]) -> dict[str, str]:
-    """JSON by dotted key."""
+    """Returns the JSON text of each leaf, by dotted key."""
     leaves = flatten_document(document)
     return {key: json.dumps(value, sort_keys=True, default=str) for key, value in leaves}
 
@@ -229,8 +231,8 @@ _WORKER_LIMITS_TEXT = re.compile(r"(\d{1,9})(?::(\d{1,9}))?")
 
 
 def parse_worker_limits(limits: int | tuple[int, int] | str) -> tuple[int, int]:
-    """(minimum, maximum) of `4`, `"2:4"` or `(2, 4)`; a single number is both. Raises ConfigError
-    for anything else, or unless 1 <= minimum <= maximum."""
+    """Returns (minimum, maximum) for `4`, `"2:4"` or `(2, 4)`; a single number is both. Raises
+    ConfigError for anything else, or unless 1 <= minimum <= maximum."""
     pair = None
     if isinstance(limits, str):
         if match := _WORKER_LIMITS_TEXT.fullmatch(limits):

@@ -2,8 +2,8 @@
 
 `apply_event` is pure. A (state, event) pair without a row in `TABLE` is a bug in the controller.
 
-Policies have decided already: a fault comes as what it means. How a job gets from one generation to
-the next is not the machine's business but `control/reconfigure.py`'s; it reports GenerationFormed.
+Policies classify each fault before the machine gets it, as FaultRecoverable or FaultFatal.
+`control/reconfigure.py` leads the job from one generation to the next, and posts GenerationFormed.
 An event with a `generation` is dropped by the controller once a newer generation exists.
 """
 
@@ -48,7 +48,7 @@ class Submitted:
 
 @dataclass(frozen=True)
 class GenerationFound:
-    """The job trains already: a generation of a lost controller is this one's now."""
+    """The job trains already: this controller takes over the generation of a lost controller."""
 
     generation: int
 
@@ -88,7 +88,8 @@ class FaultFatal:
 
 @dataclass(frozen=True)
 class ResizeRequested:
-    """Other members, or other nodes for them, by the elasticity policy or by a user's command."""
+    """The elasticity policy or a user's command asks for other members, or for other nodes for
+    them."""
 
     generation: int
     reason: str
@@ -127,7 +128,7 @@ EVENTS: Final[tuple[EventType, ...]] = get_args(Event)
 
 
 class Instruction(StrEnum):
-    """A task for the controller, which answers with the events named here."""
+    """A task for the controller, which posts the events named here when the task is done."""
 
     PLACE_WORKERS = "place workers"
     """Reserve resources and start the workers; then WorkersPlaced or FaultFatal."""
@@ -188,7 +189,7 @@ TABLE: Final[dict[tuple[State, EventType], Transition]] = {
     (State.RESIZING, FaultRecoverable): _RECOVER,
     (State.RESIZING, FaultFatal): _FAIL,
     (State.RESIZING, StopRequested): _STOP,
-    # Ignored, here and below: posted before the state was left, and handled after it.
+    # Ignored, here and below: the event was posted in an earlier state.
     (State.RESIZING, ResizeRequested): Transition(State.RESIZING),  # members are selected later
     (State.RECOVERING, GenerationFormed): _RUN,
     (State.RECOVERING, FaultRecoverable): _RECOVER,  # a further fault: recovery begins again
@@ -196,7 +197,7 @@ TABLE: Final[dict[tuple[State, EventType], Transition]] = {
     (State.RECOVERING, StopRequested): _STOP,
     (State.RECOVERING, ResizeRequested): Transition(State.RECOVERING),
     (State.RECOVERING, AllFinished): Transition(State.RECOVERING),
-    # A fault during a stop costs nothing: the mirrored steps are what can be saved.
+    # A fault during a stop changes nothing: the last checkpoint is written from mirrored steps.
     (State.STOPPING, TrainingStopped): _STOPPED,
     (State.STOPPING, StopTimedOut): _STOPPED,
     (State.STOPPING, AllFinished): _SUCCEED,
@@ -210,8 +211,8 @@ TABLE: Final[dict[tuple[State, EventType], Transition]] = {
 
 
 def apply_event(state: State, event: Event) -> Transition:
-    """The next state, and the instructions in order. Raises IllegalEventError if the event cannot
-    happen in this state."""
+    """Returns the next state, and the instructions in order. Raises IllegalEventError if the event
+    cannot happen in this state."""
     transition = TABLE.get((state, type(event)))
     if transition is None:
         raise IllegalEventError(f"{type(event).__name__} in state {state}: {event!r}")

@@ -1,4 +1,5 @@
-"""Numbers in files that others may have written or damaged: such that they can be shown."""
+"""Bounded number types for files that others may have written or damaged: every valid value can be
+displayed."""
 
 from __future__ import annotations
 

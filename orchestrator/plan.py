@@ -76,8 +76,8 @@ class JobPlan:
 
     @property
     def disk_limit_s(self) -> float:
-        """How long journal and summary wait for their disk: an outage of it is, as for the ledger,
-        shorter than half of `recovery.patience_s`."""
+        """Longest time that journal and summary wait for their disk. As for the ledger, an outage
+        shorter than half of `recovery.patience_s` is tolerated."""
         return self.worker_spec.patience_s / 2 + DISK_MARGIN_S
 
     @property
@@ -113,9 +113,9 @@ def make_plan(
     Args:
         spec: the checked spec, with its engine config inline.
         entrypoint: the spec's entrypoint, or a callable pickled by value.
-        import_paths: where the workers import from, after the working directory.
+        import_paths: folders that the workers import from, after the working directory.
         source: see `JobPlan`.
-        role_functions: by role, callables pickled by value, in place of the entry points.
+        role_functions: by role, callables pickled by value that replace the entry points.
     """
     cwd = os.getcwd()
     path = spec.checkpoint.path
@@ -181,7 +181,7 @@ def _plan_role(
     start_timeout_s: float,
 ) -> RolePlan:
     cpus = role.workers.reserved_cpus
-    settings = {it.name: getattr(trainer, it.name) for it in fields(trainer)}
+    settings = {field.name: getattr(trainer, field.name) for field in fields(trainer)}
     settings |= {
         "entrypoint": entrypoint,
         "args": role.args,
@@ -227,8 +227,9 @@ def _worker_spec(
 
 
 def _version_every_steps(spec: JobSpec) -> int | None:
-    """See `MirrorPolicy`. Without a newer version trainer and generators would wait for each other;
-    roles without rollouts find the first one at once, others when the ranks mirror."""
+    """Returns `MirrorPolicy.version_every_steps`. With rollouts, trainer and generators would wait
+    for each other if no newer version came. Roles without rollouts find the first version at once,
+    and later ones when the ranks mirror."""
     if spec.rollouts is not None:
         return spec.rollouts.max_version_lag + 1
     return sys.maxsize if spec.roles and spec.recovery.replicas else None
@@ -241,15 +242,16 @@ def _updates_on_cpu(spec: JobSpec) -> bool:
 
 
 def _threads(spec: JobSpec) -> int:
-    """`ResourceRequest.threads`. By default more than a worker reserves: a larger reservation could
-    leave the job without nodes."""
+    """Returns `ResourceRequest.threads`. Optimizers on CPUs get by default more threads than a
+    worker reserves: a larger reservation could leave the job without nodes."""
     if spec.workers.cpus is None and _updates_on_cpu(spec):
         return 0
     return max(1, int(spec.workers.reserved_cpus))
 
 
 def forked_worker_env(spec: JobSpec) -> dict[str, str]:
-    """The environment variables that the libraries of a worker on this machine read on import."""
+    """Returns the environment variables that the libraries of a worker on this machine read on
+    import."""
     threads = _threads(spec) or os.cpu_count() or 1
     return {**spec.workers.env, "OMP_NUM_THREADS": str(threads)}
 

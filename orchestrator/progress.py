@@ -10,17 +10,18 @@ from dataclasses import dataclass, field
 from rayzero.workers.step_rows import StepRows
 
 SMOOTHING = 0.1
-"""Weight of the newest step in the recent duration of one."""
+"""Weight of the newest step in the moving average of step durations."""
 FOLD_ROWS = 256
-"""Rows that are aggregated at once, so that the last row of a step is as cheap as any other."""
+"""Number of rows that are aggregated at once, so that the last row of a step is as cheap as any
+other."""
 
 
 class RowAggregator:
-    """Sums of named numbers, and extremes of some, at about a microsecond per row: rows are
-    collected, and aggregated by columns, in C, from time to time.
+    """Sums of named numbers, and extremes of some of them, at about a microsecond per row. Rows are
+    collected, and every `FOLD_ROWS` rows are aggregated by columns, in C.
 
     Args:
-        has_extremes: whether a name's are wanted.
+        has_extremes: returns whether the extremes of a name are wanted.
     """
 
     def __init__(self, has_extremes: Callable[[str], bool] = lambda name: True) -> None:
@@ -28,16 +29,17 @@ class RowAggregator:
         self._rows = 0
         self._numbers: defaultdict[tuple[str, ...], array[float]]
         self._numbers = defaultdict(lambda: array("d"))
-        """Of the rows that are not aggregated yet, by their names."""
+        """The numbers of the rows that are not aggregated yet, by the rows' names."""
         self._counts: defaultdict[str, int] = defaultdict(int)
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._maxima: dict[str, float] = {}
         self._minima: dict[str, float] = {}
 
     def add_rows(self, names: tuple[str, ...], numbers: Sequence[float]) -> None:
-        """
+        """Adds rows that have the same names.
+
         Args:
-            numbers: the first row, the second one...
+            numbers: the numbers of the first row, of the second one, ...
         """
         self._numbers[names].extend(numbers)
         self._rows += len(numbers) // max(1, len(names))
@@ -45,17 +47,18 @@ class RowAggregator:
             self._fold()
 
     def maxima(self) -> Mapping[str, float]:
-        """The largest value of each name that has extremes."""
+        """Returns the largest value of each name that has extremes."""
         self._fold()
         return self._maxima
 
     def minima(self, rows: int) -> dict[str, float]:
-        """The smallest value of each of these that exactly `rows` rows have."""
+        """Returns the smallest value of each name that has extremes and is in exactly `rows`
+        rows."""
         self._fold()
         return {name: low for name, low in self._minima.items() if self._counts[name] == rows}
 
     def means(self) -> dict[str, float]:
-        """The mean of each name, over the rows that have it."""
+        """Returns the mean of each name, over the rows that have it."""
         self._fold()
         return {name: total / self._counts[name] for name, total in self._sums.items()}
 
@@ -96,7 +99,7 @@ class StepRecord:
         loss: the mean over ranks (an engine's loss is already global and the same on each).
         tokens: counted by all ranks since the last record: by the user, else by the engine.
         step_s: the slowest rank's time.
-        gauges: the mean over ranks of all other reported values; of `streams/` the sum.
+        gauges: the mean over ranks of all other reported values; for `streams/` the sum.
         waits: seconds of the slowest rank, for phases that its peers have to wait for.
         at_s: when the last rank finished it, as Unix time on that rank's node.
         mirrored_step: the newest step that every rank has mirrored to its node's vault; None if
@@ -127,7 +130,7 @@ class StepRecord:
         return samples / self.step_s if samples and self.step_s > 0 else None
 
     def user_gauges(self) -> Iterator[tuple[str, float]]:
-        """The values that the training function reports: those that no engine or worker does."""
+        """Yields the values that only the training function reports, not the engine or a worker."""
         for name, value in self.gauges.items():
             if name not in BUILTIN_GAUGES and not name.startswith(_BUILTIN_PREFIXES):
                 yield name, value
@@ -140,19 +143,24 @@ class _OpenStep:
         self.ranks: set[int] = set()
         self.counters: defaultdict[str, float] = defaultdict(float)
         self.at_s = 0.0
-        self.gauges = RowAggregator(lambda it: it in _EXTREMES or it.startswith(_BYTES_PREFIX))
+        self.gauges = RowAggregator(
+            lambda name: name in _EXTREMES or name.startswith(_BYTES_PREFIX)
+        )
 
     def add(self, rows: StepRows) -> int:
-        """Returns the number of ranks that have finished it; each counts once."""
+        """Adds reports; each rank counts once. Returns the number of ranks that have finished the
+        step."""
         numbers: Sequence[float] = rows.numbers
         counters, width = rows.counters, len(rows.positions)
         if not self.ranks.isdisjoint(rows.ranks):
             new = [row for row, rank in enumerate(rows.ranks) if rank not in self.ranks]
-            numbers = [it for row in new for it in numbers[row * width : (row + 1) * width]]
+            numbers = [
+                number for row in new for number in rows.numbers[row * width : (row + 1) * width]
+            ]
             counters = tuple(counters[row] for row in new)
         self.ranks.update(rows.ranks)
-        for its in counters:
-            for name, number in its.items():
+        for rank_counters in counters:
+            for name, number in rank_counters.items():
                 self.counters[name] += number
         self.at_s = max(self.at_s, *rows.at_s)
         self.gauges.add_rows(rows.names, numbers)
@@ -168,7 +176,7 @@ class JobProgress:
         self.steps_executed = 0
         """Steps finished by this run, including redone ones."""
         self.steps_skipped = 0
-        """Those of them that changed nothing: their gradient was not finite."""
+        """Executed steps that changed nothing, because their gradient was not finite."""
         self.first_loss: float | None = None
         self.last_loss: float | None = None
         self._first_step: StepRecord | None = None
@@ -176,7 +184,7 @@ class JobProgress:
         self._steady_s = 0.0
         self.peak_bytes: dict[str, int] = {}
         self.world_sizes: list[int] = []
-        """The world size of each generation, without repetitions."""
+        """The world size of each generation; successive equal sizes count once."""
         self._generation = 0
         self._world_size = 0
         self._reported = 0
@@ -184,15 +192,15 @@ class JobProgress:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Over all steps but each generation's first, which includes one-time work; of a job with a
-        single step, over that step."""
+        """Tokens per second over all steps but each generation's first, which includes one-time
+        work; over the first step if there is no other."""
         if self._steady_tokens and self._steady_s > 0:
             return self._steady_tokens / self._steady_s
         return self._first_step.tokens_per_s if self._first_step else None
 
     def start_generation(self, generation: int, world_size: int, step: int = 0) -> list[StepRecord]:
-        """A new generation begins at a finished step; incomplete later steps are dropped. Returns
-        the records of finished steps that a lost rank did not report, from its peers' reports."""
+        """Starts a generation after a finished step, and drops incomplete later steps. Returns the
+        records of finished steps that a lost rank did not report, from its peers' reports."""
         late = [
             self._complete_step(number, self._open_steps.pop(number))
             for number in sorted(self._open_steps)
@@ -210,7 +218,7 @@ class JobProgress:
         return late
 
     def continue_generation(self, number: int, world_size: int, reported: int, step: int) -> None:
-        """Continues another controller's generation, of which that has reported `reported` steps,
+        """Continues a lost controller's generation. That controller has reported `reported` steps,
         and all ranks have finished `step`."""
         self.start_generation(number, world_size, step)
         self.steps_executed, self._reported = step, reported
@@ -239,11 +247,12 @@ class JobProgress:
         self.update_peaks({name.removeprefix(_BYTES_PREFIX): int(maxima[name]) for name in held})
 
     def _complete_step(self, step: int, done: _OpenStep) -> StepRecord:
-        """Costs as much as one report, however many ranks there are."""
+        """Returns the record of a step. Costs as much as one report, however many ranks there
+        are."""
         maxima, means = done.gauges.maxima(), done.gauges.means()
         self._update_byte_peaks(maxima)
         mirrored = done.gauges.minima(self._world_size).get("replica_step")
-        for name in ("step_s", "rank_loss"):  # of single ranks
+        for name in ("step_s", "rank_loss"):  # of single ranks only
             means.pop(name, None)
         tokens = done.counters.pop("tokens", 0.0)
         record = StepRecord(
@@ -274,8 +283,8 @@ class JobProgress:
 
 
 class StepPace:
-    """The recent duration of a step. A generation's first step includes one-time work, and the wait
-    for its workers: it counts only while no other step is known."""
+    """A moving average of step durations. A generation's first step includes one-time work and the
+    wait for its workers, so it counts only while no other step is known."""
 
     def __init__(self) -> None:
         self.step_s = 0.0
@@ -292,5 +301,5 @@ class StepPace:
         self._is_steady = not is_first
 
     def remaining_s(self, step: int, target: int | None) -> float | None:
-        """Time to the target step; None if that or the pace is unknown."""
+        """Returns the time to the target step; None if the target or the pace is unknown."""
         return None if target is None or not self.step_s else max(0, target - step) * self.step_s

@@ -19,7 +19,7 @@ OWN_KEYS = frozenset(
         "steps_redone checkpoints newest_checkpoint resumed_from steps steps_trained note"
     ).split()
 )
-"""Keys of `summary.json` that are not of the training function, unless it returns them."""
+"""Keys of `summary.json` that rayzero sets, unless the training function returns them."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,7 +52,7 @@ class JobResult:
         return str(self.metrics.get("note", ""))
 
     def summary(self) -> bytes:
-        """The content of `summary.json`."""
+        """Returns the content of `summary.json`."""
         return f"{json.dumps(self.metrics, indent=2)}\n".encode()
 
 
@@ -74,8 +74,8 @@ class RoleStatus:
     """A snapshot of a role.
 
     Args:
-        workers: whose function runs; `finished`: whose function has returned.
-        workers_min, workers_max: its limits.
+        workers: number of workers whose function runs; `finished`: whose function has returned.
+        workers_min, workers_max: the role's limits.
         faults: number of faults by cause.
     """
 
@@ -101,7 +101,7 @@ class JobStatus:
         remaining_s: estimated time to its last step; None if unknown.
         goodput: fraction of the time so far that went into steps that count.
         waiting_for: resources that its first workers wait for, and who holds them; else empty.
-        roles: its other workers, by role.
+        roles: the status of each role, by its name.
     """
 
     name: str
@@ -135,7 +135,7 @@ class JobStatus:
         return self.state is not None and not self.state.is_final
 
     def describe(self) -> str:
-        """`running at step 12 of 100, 2 workers`"""
+        """Returns `running at step 12 of 100, 2 workers`."""
         state = "lost" if self.state is None else str(self.state)
         steps = f" of {self.steps}" if self.steps else ""
         text = f"{state} at step {self.step}{steps}"
@@ -170,7 +170,7 @@ class EventPage:
     """The events since the last request.
 
     Args:
-        run: id of the process that sent it; another process numbers its events anew.
+        run: id of the process that sent the page; each process numbers its own events.
         next_index: where the next request starts.
         dropped: number of events that were dropped because they were not fetched in time.
         ended: the job's end, once no more events follow.

@@ -13,12 +13,12 @@ from rayzero.orchestrator.policies.failure import Fault, FaultCause
 from rayzero.workers.messages import WorkerInfo
 
 MAX_ROLE_ENTRIES = 256
-"""Entries of each list of a role; the newest."""
+"""Number of newest entries that each list of a role keeps."""
 
 
 @dataclass(frozen=True)
 class RoleSize:
-    """The number of a role's workers, from then on."""
+    """The number of a role's workers since `at_s`."""
 
     at_s: UnixTime
     workers: Count
@@ -39,12 +39,12 @@ class RoleFacts:
     """The facts of one role.
 
     Args:
-        workers: whose function runs now.
-        faults: their number by cause.
-        scaled: the least and the most workers, if they were changed while the job ran.
+        workers: number of workers whose function runs now.
+        faults: number of faults by cause.
+        scaled: (minimum, maximum) of workers, if they were changed while the job ran.
         returned: the numbers of the workers whose function has returned.
-        sizes, seen_faults: the newest `MAX_ROLE_ENTRIES` of each, oldest first; of the faults also
-            all those within the budget's window.
+        sizes, seen_faults: the newest `MAX_ROLE_ENTRIES` of each, oldest first; `seen_faults` has
+            also all faults within the budget's window.
     """
 
     workers: Count = 0
@@ -56,12 +56,12 @@ class RoleFacts:
 
     @property
     def finished(self) -> int:
-        """Workers whose function has returned."""
+        """Number of workers whose function has returned."""
         return len(self.returned)
 
     def faults_on_clock(self, now_s: float, unix_s: float) -> list[Fault]:
-        """The faults, as far as they are kept, for budgets: their times on this controller's clock,
-        and their workers without a node."""
+        """Returns the kept faults, for budgets: with times on this controller's clock, and workers
+        without a node."""
         nowhere = WorkerInfo(-1, "", "", "", 0)
         return [
             Fault(
@@ -77,23 +77,23 @@ class RoleFacts:
         ]
 
     def with_fault(self, fault: RoleFaultEntry, window_s: float) -> RoleFacts:
-        """The facts after one more fault."""
+        """Returns the facts after one more fault."""
         counts = Counter(self.faults) + Counter([fault.cause])
         seen = (*self.seen_faults, fault)
         older, kept = seen[:-MAX_ROLE_ENTRIES], seen[-MAX_ROLE_ENTRIES:]
-        in_window = tuple(it for it in older if it.at_s > fault.at_s - window_s)
+        in_window = tuple(entry for entry in older if entry.at_s > fault.at_s - window_s)
         return replace(self, faults=dict(counts), seen_faults=(*in_window, *kept))
 
     def with_workers(self, workers: int, at_s: float) -> RoleFacts:
-        """The facts from then on, with so many workers."""
+        """Returns the facts with another number of workers from `at_s` on."""
         if workers == self.workers:
             return self
         sizes = (*self.sizes, RoleSize(at_s, workers))[-MAX_ROLE_ENTRIES:]
         return replace(self, workers=workers, sizes=sizes)
 
     def with_outliving(self, workers: int, at_s: float) -> RoleFacts:
-        """The facts from then on, where so many workers have outlived their controller, with which
-        all of them seemed to have ended."""
+        """Returns the facts if so many workers have outlived their controller: takes back that all
+        of them ended with it."""
         before = self.sizes[:-1]
         if self.workers or not before:
             return self.with_workers(workers, at_s)
@@ -112,12 +112,12 @@ RoleEvent = (
 def fold_role_event(
     roles: Mapping[str, RoleFacts], event: RoleEvent, at_s: float
 ) -> dict[str, RoleFacts]:
-    """The facts by role after one more event."""
+    """Returns the facts by role after one more event."""
     facts = roles.get(event.role, RoleFacts())
     match event:
         case job_events.RoleWorkerReady():
             facts = facts.with_workers(event.workers, at_s)
-            returned = tuple(it for it in facts.returned if it != event.number)
+            returned = tuple(number for number in facts.returned if number != event.number)
             facts = replace(facts, returned=returned)
         case job_events.RoleWorkerEnded():
             facts = facts.with_workers(event.workers, at_s)

@@ -9,20 +9,20 @@ from rayzero.orchestrator.spec import JobSpec, Rollouts
 from rayzero.workers.rollouts.ledger import RolloutPlan
 
 PROMPTS = "prompts"
-"""What the first role of the chain takes."""
+"""The value of `takes` of the first role in the chain."""
 
 
 def rollout_stages(spec: JobSpec) -> dict[str, int]:
-    """The place of each role that takes something in the chain from the prompts to the ranks.
+    """Returns the position of each role with `takes` in the chain from the prompts to the ranks.
 
     Raises:
-        ConfigError: there is no such chain.
+        ConfigError: the roles form no such chain.
     """
     takers: dict[str, str] = {}
     for name, role in spec.roles.items():
         if role.takes is None:
             continue
-        names = [PROMPTS, *(it for it in spec.roles if it != name)]
+        names = [PROMPTS, *(other for other in spec.roles if other != name)]
         if role.takes not in names:
             raise ConfigError(
                 f"role {name} takes {role.takes!r:.100}{did_you_mean(role.takes, names)}",
@@ -42,7 +42,7 @@ def rollout_stages(spec: JobSpec) -> dict[str, int]:
         chain.append(last)
     if left := sorted(set(takers.values()).difference(chain)):
         raise ConfigError(
-            f"no role takes {PROMPTS}, from which {', '.join(left)} would have tasks",
+            f"no role takes {PROMPTS}, so that {', '.join(left)} would have no tasks",
             allowed=f"a chain of roles that begins with `takes: {PROMPTS}`",
             fix=f"roles.{left[0]}.takes in the job file",
         )
@@ -56,7 +56,7 @@ def rollout_stages(spec: JobSpec) -> dict[str, int]:
 
 
 def plan_rollouts(spec: JobSpec) -> RolloutPlan | None:
-    """The sizes and limits of the job's rollouts; None if it has none.
+    """Returns the sizes and limits of the job's rollouts; None if it has none.
 
     Raises:
         ConfigError: roles, engine or mirrors do not fit.
@@ -97,7 +97,8 @@ def plan_rollouts(spec: JobSpec) -> RolloutPlan | None:
 
 
 def _check_mirrors(spec: JobSpec, rollouts: Rollouts) -> None:
-    """Generators are paced by the versions of the weights, which are mirrored steps."""
+    """Raises ConfigError if mirroring cannot pace the generators. Versions of the weights are
+    mirrored steps."""
     if spec.recovery.replicas < 1:
         raise ConfigError(
             "recovery.replicas is 0 in a job with rollouts",

@@ -48,7 +48,8 @@ _RESERVED = {
 MAX_WORKERS = 100_000
 _MAX_PATH = 4096  # Linux' limit
 MAX_LEASE_S = 86_400.0
-"""After this time at most a lost controller's folder can be taken over."""
+"""Largest `checkpoint.lease_s`: a lost controller's folder can be taken over after at most this
+time."""
 _Seconds = Annotated[float, Field(gt=0, le=1e9)]  # the limit of a wait in Python is 9e9 s
 
 
@@ -84,8 +85,8 @@ class Workers(SpecSection):
     @field_validator("env")
     @classmethod
     def _check_env(cls, value: dict[str, str]) -> dict[str, str]:
-        """Refuses a name or value that no process can have, a variable that is set by others, and
-        one that contradicts a setting without which no fault can be repaired."""
+        """Raises ValueError for a name or value that no process can have, for a variable that Ray
+        or rayzero sets, and for one that contradicts a setting which repairs depend on."""
         for name, text in value.items():
             if not _VARIABLE.fullmatch(name):
                 raise ValueError(f"{name!r:.100} is not the name of an environment variable")
@@ -115,7 +116,7 @@ class Workers(SpecSection):
         except ValidationError as error:
             raise_config_error("workers", error_lines(type(self), error))
 
-    # A part of a job file is validated without it, so that its errors keep their path.
+    # Pydantic skips this __init__ for a part of a job file, so that errors keep the key's path.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @property
@@ -203,8 +204,8 @@ class RecoverySpec(SpecSection):
     replicas: int = Field(
         default=1,
         ge=0,
-        description="copies of each shard in other memories: in the node's vault, and in so many "
-        "other nodes' vaults where there are several",
+        description="copies of each shard in memory: one in the node's vault and, on several "
+        "nodes, one in each of this many other nodes' vaults; 0: none",
     )
     mirror_every: int | None = Field(
         default=None,
@@ -213,13 +214,13 @@ class RecoverySpec(SpecSection):
     )
     patience_s: _Seconds = Field(
         default=120,
-        description="seconds that a disk, a store, a process that does not answer, and a rank "
-        "without a learned limit are waited for",
+        description="seconds to wait for a disk, a store, a process that does not answer, or a "
+        "rank without a learned limit",
     )
     hang_timeout_s: _Seconds | None = Field(
         default=None,
         description="seconds without progress after which a rank is considered hung, in all "
-        "phases; also patience_s, if that is not given; default: learned from the rank's steps",
+        "phases; also sets patience_s unless that is given; default: learned from the rank's steps",
     )
     max_faults: int = Field(
         default=20, ge=0, description="maximum number of hardware faults in the fault window"
@@ -239,8 +240,9 @@ class RecoverySpec(SpecSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _be_as_patient(cls, value: Any) -> Any:
-        """Until `patience_s` was added, `hang_timeout_s` was all of these limits."""
+    def _default_patience_s(cls, value: Any) -> Any:
+        """Uses `hang_timeout_s` as the default of `patience_s`: in older job files it is the only
+        one of these limits."""
         if not isinstance(value, dict) or value.get("hang_timeout_s") is None:
             return value
         return {"patience_s": value["hang_timeout_s"], **value}
@@ -252,7 +254,7 @@ class RoleRecovery(SpecSection):
     hang_timeout_s: _Seconds = Field(
         default=120,
         description="seconds without a sign of life after which a worker is considered hung, and "
-        "its tasks are others'",
+        "its tasks are given to others",
     )
     max_faults: int = Field(
         default=20, ge=0, description="maximum number of hardware faults in the fault window"
@@ -269,13 +271,13 @@ class Rollouts(SpecSection):
     max_version_lag: int = Field(
         default=1,
         ge=0,
-        description="steps that a sample's weights may be older than those it is trained on; 0: "
-        "generators and trainer take turns",
+        description="number of steps by which the weights that made a sample may be older than "
+        "those that train on it; 0: generators and trainer take turns",
     )
     max_bytes: int = Field(
         default=2**30,
         ge=1,
-        description="of the buffer; beyond it no prompt is begun but those of the next batch",
+        description="size of the buffer; beyond it only prompts of the next batch are begun",
     )
 
 
@@ -287,8 +289,8 @@ class RoleSpec(SpecSection):
     )
     takes: str | None = Field(
         default=None,
-        description="what its tasks are made of: `prompts`, or the name of another role, whose "
-        "samples it takes; default: it has no tasks",
+        description="input of the role's tasks: `prompts`, or the name of another role, whose "
+        "samples it takes; default: no tasks",
     )
     args: dict[str, Any] = Field(
         default_factory=dict, description="passed to the function as ctx.args"
@@ -331,12 +333,12 @@ class JobSpec(SpecSection):
         "servers; each is started again alone",
     )
     rollouts: Rollouts | None = Field(
-        default=None, description="what the ranks train on, if roles make it: see `takes`"
+        default=None, description="samples that roles make for the ranks to train on: see `takes`"
     )
     steps: int | None = Field(
         default=None, ge=1, le=sys.maxsize, description="number of optimizer steps, as ctx.steps"
     )
-    seed: int = Field(default=0, ge=0, le=sys.maxsize, description="the data order follows from it")
+    seed: int = Field(default=0, ge=0, le=sys.maxsize, description="determines the data order")
     checkpoint: CheckpointSpec = CheckpointSpec()
     recovery: RecoverySpec = RecoverySpec()
     health: HealthSpec = HealthSpec()
@@ -379,6 +381,6 @@ class JobSpec(SpecSection):
 
 
 def with_resume(spec: JobSpec, resume: str) -> JobSpec:
-    """The job with another `checkpoint.resume`."""
+    """Returns the spec with another `checkpoint.resume`."""
     checkpoint = spec.checkpoint.model_copy(update={"resume": resume})
     return spec.model_copy(update={"checkpoint": checkpoint})

@@ -1,4 +1,4 @@
-"""Sections of the job file: what all have in common, `launch:` and `metrics:`."""
+"""Sections of the job file: their base class, `launch:`, `records:`, `metrics:` and `health:`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SpecSection(BaseModel):
 
 
 SCRIPT_ADAPTERS = ("rayzero.deepspeed.install:install", "rayzero.huggingface:install")
-"""Named here, and imported by workers alone: see `workers/launch/adapters.py`."""
+"""The default adapters for scripts. Only workers import them: see `workers/launch/adapters.py`."""
 
 
 class LaunchSpec(SpecSection):
@@ -33,7 +33,7 @@ class LaunchSpec(SpecSection):
     )
     args: list[str] = Field(
         default_factory=list,
-        description="its arguments, sys.argv[1:]",
+        description="arguments of the script, sys.argv[1:]",
         json_schema_extra={"items": {"type": ["string", "number"]}},  # `_write_numbers`
     )
     stage: int | None = Field(
@@ -44,17 +44,17 @@ class LaunchSpec(SpecSection):
     )
     overrides: dict[str, Any] = Field(
         default_factory=dict,
-        description="keys that replace those of the config that the script brings",
+        description="config keys that replace those of the script's own config",
     )
     adapters: list[str] = Field(
         default_factory=lambda: [*SCRIPT_ADAPTERS],
-        description="`module:function` of what prepares a process for libraries of scripts, such "
-        "as transformers; each is called once, before the script is imported",
+        description="functions (`module:function`) that prepare a process for libraries that "
+        "scripts use, such as transformers; called once, before the script is imported",
     )
     timed_steps: list[Annotated[int, Field(ge=1)]] | None = Field(
         default=None,
-        description="of a try: its first and last timed step, with which the script ends; [] ends "
-        "it where it builds its engine; the summary has what was measured",
+        description="for a try of --autotuning: the first and the last timed step, after which the "
+        "script ends; [] ends it where it builds its engine; the summary has the measurements",
     )
 
     @field_validator("args", mode="before")
@@ -62,7 +62,7 @@ class LaunchSpec(SpecSection):
     def _write_numbers(cls, value: Any) -> Any:
         if not isinstance(value, list):
             return value
-        return [str(it) if type(it) in (int, float) else it for it in value]
+        return [str(arg) if type(arg) in (int, float) else arg for arg in value]
 
     @model_validator(mode="after")
     def _check_target(self) -> LaunchSpec:
@@ -100,13 +100,13 @@ class RecordsSpec(SpecSection):
         default=5,
         ge=0.1,
         le=3600,
-        description="seconds between two writes: at most so much is missing after the controller "
-        "was killed",
+        description="seconds between two writes: after the controller was killed, at most the "
+        "records of this time are missing",
     )
     max_bytes: int = Field(
         default=256 * 2**20,
         ge=2**20,
-        description="of the log's compressed parts; the oldest are removed",
+        description="total size of the log's compressed parts; the oldest are removed",
     )
 
 
@@ -168,8 +168,8 @@ class HealthSpec(SpecSection):
         default=0.5,
         gt=0,
         lt=1,
-        description="a node fails if it computes or copies slower than this part of the median of "
-        "the job's nodes, of three or more; of bandwidth between nodes, half of it",
+        description="a node fails if it computes or copies slower than this fraction of the median "
+        "of the job's nodes, if there are three or more; half of it for bandwidth between nodes",
     )
     limit_s: float = Field(
         default=10, gt=0, le=3600, description="seconds that the checks of a node may take"

@@ -19,7 +19,7 @@ _TAG = "tag:yaml.org,2002:"
 
 
 class _YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Knows only JSON's types; dates are text.
+    """A loader that knows only JSON's types; dates are text.
 
     Also reads 1e-4 as a float: PyYAML implements YAML 1.1, where it is a string.
     """
@@ -31,7 +31,7 @@ class _YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignor
     }
 
     def construct_number(self, node: yaml.ScalarNode) -> float:
-        """Raises ConstructorError."""
+        """Returns the number of a node. Raises ConstructorError."""
         is_integer = node.tag == _TAG + "int"
         try:
             if len(node.value) <= _MAX_DIGITS:
@@ -49,7 +49,7 @@ _YamlLoader.add_constructor(_TAG + "float", _YamlLoader.construct_number)
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Plain values. Raises ConfigError."""
+    """Returns plain values. Raises ConfigError if the text is not YAML, or exceeds a limit."""
     to_plain(text, source)
     try:
         _check_yaml_nodes(text)
@@ -58,19 +58,16 @@ def parse_yaml(text: str, source: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or first_line(error)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        if (
-            mark
-            and text.splitlines()[mark.line : mark.line + 1]
-            and "\t" in (text.splitlines()[mark.line][: mark.column + 1])
-        ):
+        lines = text.splitlines()
+        if mark and mark.line < len(lines) and "\t" in lines[mark.line][: mark.column + 1]:
             problem = "a tab; YAML is indented with spaces"
         raise ConfigError(f"{source} is not YAML: {where}{problem}") from None
     return to_plain(value, source, MAX_DEPTH)
 
 
 def _load(text: str) -> Any:
-    """The document's values. Raises YAMLError, also for a key that is given twice, of which
-    PyYAML would keep the second."""
+    """Returns the document's values. Raises YAMLError, also for a key that is given twice: PyYAML
+    would keep only the second value."""
     loader = _YamlLoader(text)
     try:
         node = loader.get_single_node()
@@ -98,9 +95,8 @@ def _check_keys(node: yaml.Node | None, done: set[int]) -> None:
 
 
 def _check_yaml_nodes(text: str) -> None:
-    """Refuses what the loader would run long on, or what JSON does not have: documents that are
-    large when aliases are replaced by what they stand for, deep nesting, tags. Raises
-    MarkedYAMLError, with the place."""
+    """Raises MarkedYAMLError, with the place, for a document that the loader would run long on or
+    that JSON cannot represent: one that is large with its aliases expanded, deep nesting, tags."""
     sizes: dict[str | None, int] = {}  # {anchor: characters of its node}
     unclosed: list[tuple[str | None, int]] = []  # (anchor, characters of the document before it)
     size = 0

@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # they import Ray, without which the controller is tested
     from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 
 LEAST_REPLY_LIMIT_S = 10.0
-"""How long a worker or a vault may take to reply to a command in a job that must not hang for
-long; a quarter of `recovery.patience_s` if that is more."""
+"""Least time that a worker or a vault has to reply to a command; a quarter of `recovery.patience_s`
+if that is more."""
 
 EXIT_POLL_S = 0.1
 """How often a vault is asked whether a killed process has exited."""
@@ -36,12 +36,12 @@ class WorkerUnavailableError(Exception):
 
 
 def timeout_reason(limit_s: float) -> str:
-    """The cause recorded for a worker or a vault that does not respond."""
+    """Returns the cause to record for a worker or a vault that does not respond."""
     return f"its process did not respond for {limit_s:g} s"
 
 
 def reply_limit_s(patience_s: float) -> float:
-    """How long a process may take to reply to a command before it counts as lost."""
+    """Returns how long a process may take to reply to a command before it counts as lost."""
     return max(LEAST_REPLY_LIMIT_S, patience_s / 4)
 
 
@@ -67,10 +67,10 @@ class Calls:
         *args: *Ts,
         limit_s: float | None = None,
     ) -> T:
-        """The reply of `method`, one of `WorkerCalls`, in a worker's process.
+        """Returns the reply of `method`, one of `WorkerCalls`, from a worker's process.
 
         Raises:
-            WorkerUnavailableError: its process ended, or did not reply within the limit.
+            WorkerUnavailableError: the process ended, or did not reply within the limit.
         """
         return await self.worker_reply(worker, self._workers.call(worker, method, *args), limit_s)
 
@@ -81,10 +81,11 @@ class Calls:
         *args: *Ts,
         limit_s: float | None = None,
     ) -> T:
-        """The reply of `method`, one of `Vault`, in a node's vault.
+        """Returns the reply of `method`, one of `Vault`, from a node's vault.
 
         Raises:
-            VaultLostError: its process or its node is gone, or it did not reply within the limit.
+            VaultLostError: the vault's process or node is gone, or it did not reply within the
+                limit.
         """
         return await self.vault_reply(self._vaults.call(node, method, *args), limit_s)
 
@@ -109,11 +110,11 @@ class Calls:
             raise VaultLostError(timeout_reason(limit_s)) from None
 
     async def wait_exited(self, node: str, pid: int, limit_s: float) -> bool:
-        """Waits until a killed process has exited; False if it still runs after the limit. Of a
-        process with a GPU the memory is freed before the end, which takes seconds for tens of GB,
-        and a replacement needs it."""
+        """Waits until a killed process has exited. Returns False if it still runs after the limit.
+        A process with a GPU frees its device memory before it exits, which takes seconds for tens
+        of GB; a replacement needs that memory."""
         until_s = self._loop.now_s() + limit_s
-        with suppress(VaultLostError):  # then its node is lost, too, or cannot be asked
+        with suppress(VaultLostError):  # its node is lost, or cannot be asked
             while await self.vault(node, Vault.runs, pid):
                 if self._loop.now_s() > until_s:
                     return False
@@ -127,7 +128,8 @@ class Calls:
         self.expect(self._workers.broadcast(workers, method, *args))
 
     def expect(self, replies: PendingReplies) -> None:
-        """A worker that does not reply to a command in time counts as lost."""
+        """Waits for replies in the background. A worker that does not reply in time counts as
+        lost."""
         self._loop.spawn(self._await_replies(replies))
 
     async def _await_replies(self, replies: PendingReplies) -> None:

@@ -1,7 +1,8 @@
-"""Injects the faults that workers cannot: of vaults and nodes, and damage to stored checkpoints.
+"""Injects the faults that workers cannot inject: of vaults and nodes, and damage to stored
+checkpoints.
 
-Faults of workers, and of vaults that write, are injected there; faults requested while the job runs
-are forwarded to them.
+Workers inject their own faults, and vaults those of their writes; faults requested while the job
+runs are forwarded to them.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class ClusterFaultInjector:
         self._roles = roles
 
     def start(self, *, resumed: bool) -> None:
-        """A run begins. Faults fired in an earlier run count only if this one resumes from it.
+        """Starts with a run. Faults that fired in an earlier run count only if this run resumes
+        from it.
 
         Raises:
             ConfigError: the record cannot be written.
@@ -76,7 +78,7 @@ class ClusterFaultInjector:
         """Schedules further faults: at once if they name no step. Returns a message for the user.
 
         Raises:
-            ConfigError: one is not valid, or impossible in this job. Then none is scheduled.
+            ConfigError: a fault is not valid, or impossible in this job. Then none is scheduled.
         """
         current = self._progress.steps + 1
         faults = tuple(parse_fault(text, current) for text in texts)
@@ -90,7 +92,7 @@ class ClusterFaultInjector:
             await self._calls.vault_reply(injecting, VAULT_REPLY_TIMEOUT_S)
         # The next generation gets them with its spec.
         self._calls.broadcast(self._members.generation.active, WorkerCalls.inject, self.injected)
-        self._inject_into_roles(current)  # no step may end before it: all may wait for the role
+        self._inject_into_roles(current)  # at once: ranks may wait for the role, and end no step
         when = {fault: "" if fault.step <= current else " from that step on" for fault in faults}
         name = self._plan.spec.name
         return "\n".join(
@@ -98,7 +100,7 @@ class ClusterFaultInjector:
         )
 
     def on_step_finished(self, step: int) -> None:
-        """A step was finished; the ranks work on the next one."""
+        """Injects the faults that are due in the next step. Called when a step was finished."""
         self._inject_into_roles(step + 1)
         for fault in self._schedule.due(step + 1):
             if (
@@ -115,7 +117,8 @@ class ClusterFaultInjector:
                 self._loop.spawn(signal)
 
     def on_checkpoint_committed(self, step: int, folder: str, files: Sequence[RankFile]) -> None:
-        """Each file is damaged once: a removed one is not there, and a bit flips back."""
+        """Injects the faults that damage this checkpoint. Each file is damaged once: a removed file
+        is gone, and a second bit flip would undo the first."""
         names = {file.rank: file.name for file in files}
         for fault in self._schedule.due(step):
             if fault.kind == "tear_file" and is_remote(folder):
@@ -149,7 +152,7 @@ class ClusterFaultInjector:
             self._events.warn(f"fault {fault} was not injected: {why}")
 
     async def _why_impossible(self, fault: FaultSpec) -> str:
-        """Why a fault is impossible in this job now; empty if it is possible."""
+        """Returns why a fault is impossible in this job now; empty if it is possible."""
         max_workers, nodes = self._members.registry.limits.max, len(self._nodes_by_rank())
         if fault.target == "role":
             return why_no_such_worker(fault, self._roles.most)
@@ -174,5 +177,5 @@ class ClusterFaultInjector:
         return await self._calls.vault_reply(reply, VAULT_REPLY_TIMEOUT_S)
 
     def _nodes_by_rank(self) -> list[str]:
-        """The nodes in the order of their first ranks."""
+        """Returns the nodes in the order of their first ranks."""
         return list(dict.fromkeys(worker.node_id for worker in self._members.generation.workers))

@@ -19,7 +19,8 @@ from rayzero.workers.vault.vault import Vault
 
 @dataclass(eq=False)
 class CheckpointPins:
-    """Owns the work on pinned steps, which continues during recoveries: they do not change."""
+    """Owns the work on pinned steps. It continues during recoveries, because pinned slots do not
+    change."""
 
     _loop: JobLoop
     _members: Members
@@ -28,16 +29,16 @@ class CheckpointPins:
     _pins: PinnedSteps = field(default_factory=PinnedSteps)
 
     def on_pinned(self, worker: int, message: Pinned) -> None:
-        """A rank pinned a step."""
+        """Records that a rank pinned a step. A step that all ranks have pinned is written."""
         generation = self._members.generation
         if message.generation != generation.number or not self._members.registry.is_alive(worker):
-            return  # of an ended generation: freed with all of its pins
+            return  # its generation has ended, and all of its pins are freed
         node_id = self._members.registry.info(worker).node_id
         self._begin(self._pins.add_rank(message, node_id, generation.world_size))
 
     def resume(self, held: Sequence[StoredSlot]) -> None:
-        """Writes the newest step that a lost controller's generation has pinned on all ranks;
-        older ones are released with it."""
+        """Writes the newest step that all ranks of a lost controller's generation have pinned.
+        Older pins are released with it."""
         generation = self._members.generation
         pin, passed = self._pins.resume(held, generation.number, generation.world_size)
         self._begin(pin)
@@ -45,7 +46,8 @@ class CheckpointPins:
             self._release(generation.number, passed)
 
     def on_step_finished(self, generation: int) -> None:
-        """A step was finished by all ranks of a generation."""
+        """Releases the pins of earlier generations. Called when all ranks of a generation have
+        finished a step."""
         if self._pins.release_older(generation):
             self._release(generation - 1, ALL_STEPS)
 

@@ -53,16 +53,17 @@ class CheckpointWriter:
     newest: CheckpointRef | None = None
     """The newest checkpoint that this run resumed from or wrote."""
     resumed_from: CheckpointRef | None = None
-    """What this run started from; it may be another job's."""
+    """The checkpoint that this run started from; it may be another job's."""
     _unreadable: CheckpointRef | None = None
     _marking: asyncio.Task[None] | None = None
     _write_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _rank_bytes: int = 0
     _newest_wanted: int = 0
-    """The newest step that is to be written, or was."""
+    """The newest step that was to be written, whether it is stored or not."""
 
     async def resolve_resume(self) -> bool:
-        """Finds and announces the checkpoint that this run starts from. False if there is none.
+        """Finds and announces the checkpoint that this run starts from. Returns False if there is
+        none.
 
         Raises:
             ConfigError: `checkpoint.resume` names no usable checkpoint.
@@ -84,11 +85,12 @@ class CheckpointWriter:
             self.newest = self.resumed_from = found
 
     async def select_newest(self, unreadable: Mapping[int, str]) -> CheckpointRef | None:
-        """The newest complete checkpoint; the store is asked only if the known one is among the
-        `unreadable`, by step with what a load reported. It is then marked as damaged.
+        """Returns the newest complete checkpoint. `unreadable` has the problem that a load
+        reported, by step. Only if the known checkpoint is among them, it is marked as damaged and
+        the store is asked for another one.
 
         Raises:
-            JobFailedError: the unreadable one is `checkpoint.resume`.
+            JobFailedError: the unreadable checkpoint is `checkpoint.resume`.
         """
         known = self.newest
         if known is None or known.step not in unreadable:
@@ -119,8 +121,9 @@ class CheckpointWriter:
             )
 
     async def no_state_error(self) -> JobFailedError:
-        """All checkpoints are unreadable, and no state is in memory: to start from scratch is the
-        user's decision. Waits until the last one is marked, at most `checkpoint.grace_period_s`."""
+        """Returns the error for a job whose checkpoints are all unreadable, with no state in
+        memory: only the user may decide to start from scratch. Waits until the last checkpoint is
+        marked, at most `checkpoint.grace_period_s`."""
         if self._marking is not None:
             with suppress(TimeoutError):
                 limit_s = self._plan.spec.checkpoint.grace_period_s
@@ -141,18 +144,19 @@ class CheckpointWriter:
         return newest if is_own else None
 
     def forget_own(self) -> None:
-        """The checkpoints in the job's folder were removed."""
+        """Forgets the newest checkpoint if it was in the job's folder, from which the checkpoints
+        were removed."""
         if self.newest_own is not None:
             self.newest = None
 
     def covers(self, step: int) -> bool:
-        """Whether a checkpoint of that step, or a newer one, is stored."""
+        """Returns whether a checkpoint of that step, or of a newer one, is stored."""
         return self.newest is not None and self.newest.step >= step
 
     async def write(
         self, pin: PinnedStep, retry_backoff_s: Sequence[float] = WRITE_RETRY_BACKOFF_S
     ) -> None:
-        """Writes a pinned step as a checkpoint, with retries while the store fails: until a newer
+        """Writes a pinned step as a checkpoint. While the store fails, tries again until a newer
         step is to be written."""
         self.expect(pin.step)
         async with self._write_lock:
@@ -175,7 +179,7 @@ class CheckpointWriter:
                 await self._loop.wait_for(retry_in_s, partial(self._is_outdated, pin))
 
     def expect(self, step: int) -> None:
-        """That step is to be written: older ones are not tried again."""
+        """Notes that a step is to be written. Writes of older steps are not tried again."""
         self._newest_wanted = max(self._newest_wanted, step)
         self._loop.changed.notify()
 

@@ -1,7 +1,8 @@
-"""The end of a job: the training function has returned on every rank, what was asked for is stored.
+"""The end of a job: the training function has returned on every rank, and the last checkpoint is
+stored.
 
-A step whose checkpoint was missed (a vault was lost with the pinned step, or no buffer was free) is
-stored from what holds its state now: the vaults, or the memory of the workers.
+If the checkpoint of the last step is missing (a vault was lost with the pinned step, or no buffer
+was free), the state is stored from the vaults or from the memory of the workers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rayzero.orchestrator.policies.usefulness import LastRun, check_trained, not
 from rayzero.orchestrator.progress import JobProgress
 
 STORE_TRIES = 3
-"""Attempts to store a state that training replaces."""
+"""Attempts to store a state while training replaces it with newer ones."""
 
 
 @dataclass(eq=False)
@@ -47,7 +48,8 @@ class JobCompletion:
     _has_announced: bool = False
 
     def announce(self, found: CheckpointRef | None) -> None:
-        """Says what is to be expected of a run that starts from that checkpoint."""
+        """Warns about a run that starts from this checkpoint, if no step is left or the job differs
+        from its last run."""
         if found is None:
             return
         differences = () if self._last is None else self._last.differences
@@ -58,12 +60,13 @@ class JobCompletion:
             self._events.warn(f"this job differs from its last run: {'; '.join(differences)}")
 
     def begin(self) -> None:
-        """The training function has returned on every rank of the newest generation."""
+        """Completes the job. Called when the training function has returned on every rank of the
+        newest generation."""
         self._loop.spawn(self._complete())
 
     async def store_newest(self) -> None:
-        """Stores the newest state in memory as a checkpoint, if the job writes checkpoints. Of
-        states that change meanwhile the next."""
+        """Stores the newest state in memory as a checkpoint, if the job writes checkpoints. If
+        training replaces the state meanwhile, the next one is tried."""
         for _ in range(STORE_TRIES):
             try:
                 state = await self._restore.find(1)
@@ -111,15 +114,15 @@ class JobCompletion:
         self._machine.post(machine.AllFinished(generation.number))
 
     def _due_step(self) -> int | None:
-        """The step that should be the newest checkpoint: the last one. None if there should be
-        none."""
+        """Returns the step that should be the newest checkpoint: the last one. None if there should
+        be none."""
         if not self._plan.writes_checkpoints or not self._members.generation.all_restored:
             return None  # without an engine there is no state
         return self._progress.steps or None
 
     async def _store(self, step: int) -> None:
         if step in self._checkpoints.abandoned:
-            return  # the store failed for as long as it may
+            return  # all attempts to write it have failed
         nodes = {worker.node_id for worker in self._members.generation.workers}
         limit_s = self._plan.spec.workers.start_timeout_s
         # A lost vault is being opened again.
@@ -135,10 +138,12 @@ class JobCompletion:
     def _error(self, step: int) -> JobFailedError:
         newest = self._checkpoints.newest_own
         cause = self._checkpoints.abandoned.get(step, "no complete copy of its state is left")
-        stored = f"the newest one is of step {newest.step} in {newest.folder}" if newest else ""
+        stored = "there is no other one"
+        if newest is not None:
+            stored = f"the newest one is of step {newest.step} in {newest.folder}"
         return JobFailedError(
             f"training has ended after step {self._progress.steps}, but the checkpoint of step "
-            f"{step} is not stored: {cause}; {stored or 'there is no other one'}",
+            f"{step} is not stored: {cause}; {stored}",
             fix="checkpoint.path, or the storage it names; the same job continues from the newest "
             "checkpoint with checkpoint.resume: auto",
         )

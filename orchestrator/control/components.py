@@ -65,11 +65,12 @@ class Dependencies:
     """Waits up to so many seconds until all events so far are durable in the journal; returns
     whether they are."""
     role_groups: Mapping[str, WorkerGroup] = field(default_factory=dict)
-    """By role."""
+    """The workers of each role, by its name."""
 
 
 class Components:
-    """Those that the controller calls; the others are known only to their users."""
+    """Makes and connects the controller's components. Attributes are those that the controller
+    uses."""
 
     def __init__(self, plan: JobPlan, deps: Dependencies, last: LastRun | None) -> None:
         """
@@ -106,7 +107,7 @@ class Components:
         restore = RestoreSelector(
             members, calls, events, progress, timer, patience_s, failures, vaults, checkpoints
         )
-        # About another checkpoint than its own the last run says nothing.
+        # The last run says nothing about a run from another checkpoint.
         past = last if plan.spec.checkpoint.resume == "auto" else None
         self.completion = JobCompletion(
             plan, loop, machine, members, events, progress, pins, checkpoints, restore, past
@@ -129,7 +130,7 @@ class Components:
         self._build_scaling(plan, deps, calls)
 
     def _build_roles(self, plan: JobPlan, deps: Dependencies, calls: Calls) -> WeightVersions:
-        """Makes the roles, their rollouts, and what tells them of new weights."""
+        """Makes the roles, their rollouts, and the record of new weights."""
         loop, machine, members = self.loop, self.machine, self.members
         events, groups, vaults = deps.events, deps.vaults, self.vaults
         versions = WeightVersions(members, loop.changed.notify, bool(plan.roles))
@@ -160,7 +161,7 @@ class Components:
         versions: WeightVersions,
         restore: RestoreSelector,
     ) -> Reattachment:
-        """Makes what the ranks' messages pass through."""
+        """Makes the components that the ranks' messages pass through."""
         loop, members, failures = self.loop, self.members, self.failures
         patience_s = plan.worker_spec.patience_s
         dispatcher = MessageDispatcher(
@@ -206,7 +207,7 @@ class Components:
         restore: RestoreSelector,
         reattachment: Reattachment,
     ) -> None:
-        """Makes what forms generations, and ends them."""
+        """Makes the components that form generations, and end them."""
         events, workers = deps.events, deps.workers
         loop, machine, members = self.loop, self.machine, self.members
         failures, vaults = self.failures, self.vaults
@@ -244,7 +245,7 @@ class Components:
         )
 
     def _build_scaling(self, plan: JobPlan, deps: Dependencies, calls: Calls) -> None:
-        """Makes what watches generations, and what changes their sizes."""
+        """Makes the components that watch generations, and change their sizes."""
         events, workers = deps.events, deps.workers
         loop, machine, members = self.loop, self.machine, self.members
         failures, vaults, injector = self.failures, self.vaults, self.injector
@@ -290,7 +291,8 @@ class Components:
         )
 
     def _on_process_died(self, worker: int, end: ProcessEnd) -> None:
-        """A vault saw a worker's process end; its earlier messages are dispatched first."""
+        """Handles the end of a worker's process, which a vault saw. The worker's earlier messages
+        are dispatched first."""
         self.inbox.deliver(worker)
         self.failures.on_worker_lost(worker, end.status, end.stack)
 

@@ -44,7 +44,7 @@ class Controller:
         Args:
             past: facts of a run that lost its controller and is to be continued.
             last: the last run, if it has ended.
-            found: what is left of the newest generation of `past`, if it is to go on.
+            found: what is left of the newest generation of `past`, if it is to continue.
         """
         self._plan = plan
         self._deps = deps
@@ -84,7 +84,8 @@ class Controller:
         self._machine.post(event)
 
     def on_folder_removed(self) -> None:
-        """The job's folder was removed, with its checkpoints, and made again."""
+        """Stores the newest state again. Called when the job's folder was removed, with its
+        checkpoints, and made again."""
         self._parts.checkpoints.forget_own()
         self._loop.spawn(self._parts.completion.store_newest())
 
@@ -97,8 +98,8 @@ class Controller:
         return await self._parts.injector.inject(faults)
 
     def scale(self, min_workers: int, max_workers: int, role: str = "") -> str:
-        """Changes the limits for the number of workers, or of a role's; returns a message about the
-        result.
+        """Changes the limits for the number of workers, of the job or of a role. Returns a message
+        about the result.
 
         Raises:
             ConfigError: the batch sizes of the engine config do not fit one of these numbers; or
@@ -117,7 +118,7 @@ class Controller:
         return f"{name}: {wanted} {what}; it has {self._members.generation.world_size}"
 
     def status(self) -> JobStatus:
-        """A snapshot of the job."""
+        """Returns a snapshot of the job."""
         spec = self._plan.spec
         facts, newest = self._deps.events.facts, self._parts.checkpoints.newest_own
         generation, limits = self._members.generation, self._members.registry.limits
@@ -144,7 +145,7 @@ class Controller:
         )
 
     def _adopt(self, past: JobFacts) -> None:
-        """Continues an earlier controller's run, whose facts are this one's."""
+        """Continues the run of an earlier controller, with that controller's facts."""
         now_s = self._loop.now_s()
         unix_s = time.time()
         self._started_at_s = now_s - max(0.0, unix_s - past.began_at_s)
@@ -261,7 +262,8 @@ class Controller:
             )
 
     async def _release(self) -> None:
-        """Tasks first: they use the workers, and workers use the vaults."""
+        """Cancels the tasks first, which use the workers. Workers use the vaults, which are
+        released last."""
         await self._roles.end()
         await self._loop.tasks.cancel_all()
         await self._deps.workers.release()
@@ -269,8 +271,8 @@ class Controller:
         await self._deps.vaults.release()
 
     def _write_summary(self) -> None:
-        """The training function's return value is merged in, and takes precedence over all but
-        `steps`, by which clients see how far the job came."""
+        """Computes the summary. The training function's return value is merged in, and takes
+        precedence over all keys but `steps`, which tells clients how far the job came."""
         facts = self._deps.events.facts
         progress = self._progress
         newest = self._parts.checkpoints.newest_own

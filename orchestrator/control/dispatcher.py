@@ -87,7 +87,8 @@ class MessageDispatcher:
             self._timer.enter_phase("recompute")
 
     def _on_went_back(self, worker: int, message: WentBack) -> None:
-        """The training function continues from its own checkpoint instead of the state restored."""
+        """Handles a training function that continues from its own checkpoint instead of the
+        restored state."""
         del worker
         generation = self._members.generation
         if message.generation != generation.number or generation.fenced:
@@ -96,8 +97,8 @@ class MessageDispatcher:
         redone = self._rewind(message.step)
         self._events.warn(
             f"the script has loaded its own checkpoint of step {message.step}, with a client state "
-            f"that tells its place: {redone} finished step{'s' * (redone != 1)} will be done again "
-            "(none, if it loads only `if engine.global_steps == 0`, and skips the data of those)"
+            f"that says where to start: {redone} finished step{'s' * (redone != 1)} will be done "
+            "again (none, if it loads only `if engine.global_steps == 0`, and skips their data)"
         )
 
     def _on_step_divided(self, worker: int, message: StepDivided) -> None:
@@ -112,7 +113,7 @@ class MessageDispatcher:
             self._events.warn(
                 f"a step has {parts} micro-batches, which the script's loader gives to ranks in "
                 f"equal parts: of up to {limits.max} workers (workers.max) {most or 'none'} can "
-                "train; gradient_accumulation_steps decides it"
+                "train; gradient_accumulation_steps determines the number of micro-batches"
             )
 
     def _on_prepared(self, worker: int, message: Prepared) -> None:
@@ -131,10 +132,10 @@ class MessageDispatcher:
         if self._members.registry.is_ahead(worker):
             if not self._members.registry.is_alive(worker):
                 return  # it was left out, or lost
-            told = "the training function returned before it trained", ""
+            error, traceback = "the training function returned before it trained", ""
             if isinstance(message, Crashed):
-                told = message.error, message.traceback
-            self._failures.on_newcomer_failed(worker, *told)
+                error, traceback = message.error, message.traceback
+            self._failures.on_newcomer_failed(worker, error, traceback)
             return
         faults_before = len(generation.pending_faults)
         if not generation.on_left(worker, message, self._loop.now_s()):

@@ -61,6 +61,7 @@ class ElasticScaler:
             self._loop.spawn(work)
 
     def set_limits(self, min_workers: int, max_workers: int) -> None:
+        """Changes the limits, and requests or gives up workers accordingly."""
         registry = self._members.registry
         limits = registry.limits = replace(registry.limits, min=min_workers, max=max_workers)
         registry.try_again()
@@ -68,8 +69,8 @@ class ElasticScaler:
         self._events.emit(LimitsChanged(min_workers, max_workers))
 
     def release_not_chosen(self) -> None:
-        """A generation was formed: ends the workers it does not need, unless they are wanted again
-        by limits that have changed since they were left out."""
+        """Ends the workers that the formed generation does not need, unless the limits have changed
+        since and need them again."""
         registry, selection = self._members.registry, self._members.generation.selection
         if (now := registry.select_members()) is None:
             return
@@ -90,7 +91,7 @@ class ElasticScaler:
             self._loop.spawn(self._admit(worker))
 
     async def _admit(self, worker: WorkerInfo) -> None:
-        """A worker is ready once its node has a vault."""
+        """Adds a worker to the ready ones, once its node has a vault."""
         await self._vaults.open_with_retries(worker.node_id, lambda: True)
         await self.health.look_at([worker])
         self._members.registry.add([worker])
@@ -114,7 +115,8 @@ class ElasticScaler:
             await self._loop.sleep(DRAIN_POLL_INTERVAL_S)
 
     async def _draining_nodes(self) -> frozenset[str] | None:
-        """Returns None while the cluster's head does not answer. Logs that once, and its end."""
+        """Returns the draining nodes; None while the cluster's head does not answer. Warns once
+        when the head stops answering, and once when it answers again."""
         registry = self._members.registry
         try:
             draining = await self._loop.within(HEAD_LIMIT_S, self._workers.draining_nodes())
@@ -156,7 +158,7 @@ class ElasticScaler:
         return selection is not None and len(selection.members) > world_size
 
     def _resize_reason(self) -> str:
-        """Why other members would be better now; empty if they would not."""
+        """Returns why other members would be better now; empty if they would not."""
         generation, registry = self._members.generation, self._members.registry
         if not self._machine.is_running or not generation.all_restored or generation.finished:
             return ""

@@ -35,7 +35,7 @@ COLLECTIVE_GRACE_S = 3.0
 KILL_TIMEOUT_S = 2.0
 """How long a recovery waits for killed processes to exit."""
 _RAY_KILLED_FOR_MEMORY = "running low on memory"
-"""In the report of Ray's memory monitor, which kills with SIGKILL."""
+"""Part of the report of Ray's memory monitor, which kills with SIGKILL."""
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class Kills:
         killing.add_done_callback(self._pending.discard)
 
     async def wait(self) -> None:
-        """Waits up to `KILL_TIMEOUT_S` until all of them have exited."""
+        """Waits up to `KILL_TIMEOUT_S` until all killed processes have exited."""
         if self._pending:
             exits = asyncio.wait(set(self._pending))
             with suppress(TimeoutError):
@@ -68,8 +68,9 @@ class Kills:
 class FailureHandler:
     """Keeps the job's fault history, and reports to the state machine whether the job survives.
 
-    A judgement reads the whole history, and thousands of workers may be lost at once: the first
-    fault is judged at once, and all that follow in a turn of the event loop together.
+    A judgement reads the whole history, and thousands of workers may be lost at once. So the first
+    fault in a turn of the event loop is judged at once, and the others of this turn together in the
+    next.
     """
 
     _budget: failure.FaultBudget
@@ -85,32 +86,36 @@ class FailureHandler:
     excluded: Excluded = field(default_factory=Excluded)
     """States from which no generation resumes again."""
     _explained: dict[int, tuple[FaultCause, dict[str, str]]] = field(default_factory=dict)
-    """By worker that is about to be lost, why, and `traceback` and `place` of its fault."""
+    """For workers that are about to be lost: the cause, and the `traceback` and `place` of the
+    fault."""
     _recorded_dead: set[int] = field(default_factory=set)
-    """Lost workers in the history: one may be lost to two generations while they change."""
+    """Lost workers in the history. A worker may be lost to two generations while they change."""
     _recorded_at: dict[int, int] = field(default_factory=dict)
-    """By worker, where its newest fault is in the history."""
+    """The index of each worker's newest fault in the history."""
     _fatal_reported: bool = False
     _unjudged: list[Fault] = field(default_factory=list)
-    """Faults of members that nobody has been told of yet."""
+    """Faults of members that are not announced yet."""
     _judges_soon: bool = False
 
     def kill_hung(self, worker: int, hang: Hang, stacks: Stacks) -> None:
         """Kills a member that hangs, or that does not leave an ended generation."""
         where = {"traceback": stacks.text, "place": stacks.place}
         self._explained.setdefault(worker, (FaultCause.HANG, where))
-        what = f", {stacks.activity}" if stacks.activity else ""
-        at = f"; it is at {stacks.place}{what}" if stacks.place else ""
-        self.on_worker_lost(worker, f"{hang.reason}{at}")
+        activity = f", {stacks.activity}" if stacks.activity else ""
+        place = f"; it is at {stacks.place}{activity}" if stacks.place else ""
+        self.on_worker_lost(worker, f"{hang.reason}{place}")
 
     def on_device_failed(self, worker: int, crash: Crashed) -> None:
-        """A worker cannot use its device any more: its process, useless now, is lost."""
+        """Handles a worker that cannot use its device any more. Its process is useless, and counts
+        as lost."""
         where = {"traceback": crash.traceback}
         self._explained.setdefault(worker, (FaultCause.DEVICE, where))
         self.on_worker_lost(worker, crash.error)
 
     def on_fenced(self, generation: GenerationState) -> None:
-        """All survivors have left. A loss is often known before their reports of the last steps."""
+        """Corrects the steps of the generation's losses, once all survivors have left: a loss is
+        often known before the survivors' reports of the last steps. Fails the job if a loss then
+        repeats earlier ones."""
         history = failure.corrected(self.history, generation.number, generation.step)
         if history != self.history:
             self.history[:] = history
@@ -120,11 +125,11 @@ class FailureHandler:
                 self._machine.post(machine.FaultFatal(error))
 
     def on_worker_lost(self, worker: int, detail: str, stack: str = "") -> None:
-        """A worker's process ended, or does not respond and counts as lost.
+        """Handles a worker whose process ended, or does not respond and counts as lost.
 
         Args:
             detail: the cause, if it is known; empty when it may still be reported.
-            stack: of a crash in native code.
+            stack: the stack of a crash in native code.
         """
         if not self._members.registry.is_alive(worker):
             self._add_detail(worker, detail)
@@ -159,7 +164,8 @@ class FailureHandler:
             )
 
     def on_newcomer_failed(self, worker: int, detail: str, traceback: str = "") -> None:
-        """The function of a new worker has ended, or is late, before its generation began."""
+        """Handles a new worker whose function has ended, or is late, before its generation
+        began."""
         call = self._members.registry.calls[worker]
         fault = Fault(
             FaultCause.NEWCOMER,
@@ -176,14 +182,14 @@ class FailureHandler:
         self._leave_out(fault)
 
     def was_lost(self, worker: int) -> bool:
-        """Whether its process was lost, and not ended on purpose."""
+        """Returns whether a worker was lost, and not ended on purpose."""
         return worker in self._recorded_dead
 
     def on_start_failed(self, lost: WorkerStartError) -> None:
-        """A worker's process ended before the job's first generation; another one is started.
+        """Records a process that ended before the job's first generation; another one is started.
 
         Raises:
-            JobFailedError: more than `recovery.max_faults` did within the fault window.
+            JobFailedError: more than `recovery.max_faults` processes ended within the fault window.
         """
         at_s = self._loop.now_s()
         fault = Fault(FaultCause.PROCESS_LOST, lost.worker, None, 0, lost.cause, at_s)
@@ -193,15 +199,15 @@ class FailureHandler:
             raise error
 
     def on_early_return(self, worker: int, reason: str) -> None:
-        """A member's function returned although other members wait for it."""
+        """Handles a member whose function returned although other members wait for it."""
         generation = self._members.generation
         cause, step = FaultCause.EARLY_RETURN, generation.step
         generation.add_fault(worker, cause, step, reason, self._loop.now_s())
         self.on_fault()
 
     def on_buffer_lost(self) -> None:
-        """The ranks' buffer of rollouts is gone: the next generation reads from another one. No
-        worker is at fault."""
+        """Replaces the generation, because its ranks' rollout buffer is lost: the next one reads
+        from another buffer. No worker is at fault."""
         generation = self._members.generation
         is_over = self._machine.state is State.STOPPING or self._machine.state.is_final
         if is_over or generation.fenced or generation.finished or not generation.active:
@@ -209,14 +215,15 @@ class FailureHandler:
         self.renew("rollouts")
 
     def renew(self, cause: str) -> None:
-        """Another generation takes the place of this one, without a fault of a worker."""
+        """Replaces the generation by another one, without a fault of a worker."""
         generation, now_s = self._members.generation, self._loop.now_s()
         generation.fence(now_s)
         self._timer.fault_detected(cause, (), generation.world_size, now_s)
         self._machine.post(machine.FaultRecoverable(generation.number))
 
     def _judge(self, fault: Fault) -> None:
-        """Judges a new fault, and others of this turn of the loop with it in the next one."""
+        """Judges the first fault in a turn of the event loop at once, and others in the next
+        turn."""
         self._unjudged.append(fault)
         if not self._judges_soon:
             self._judges_soon = True
@@ -264,7 +271,7 @@ class FailureHandler:
         )
 
     def on_fault(self) -> None:
-        """A member's fault was added to the pending ones."""
+        """Judges the newest pending fault of a member."""
         self._judge(self._members.generation.pending_faults[-1])
 
     def _announce_unjudged(self, generation: GenerationState) -> None:
@@ -272,8 +279,9 @@ class FailureHandler:
         if not faults:
             return
         calls, restore = self._members.registry.calls, generation.restore
-        called_in = {it: calls[it].generation for it in generation.assignments if it in calls}
-        late = [it for it in faults if it.generation != generation.number]  # another has begun
+        called_in = {w: calls[w].generation for w in generation.assignments if w in calls}
+        # Another generation has begun since these faults.
+        late = [fault for fault in faults if fault.generation != generation.number]
         for fault in late:
             self._record(fault)
         pending = generation.pending_faults
@@ -314,7 +322,8 @@ class FailureHandler:
         self._machine.post(machine.FaultRecoverable(generation.number))
 
     def _leave_out(self, fault: Fault) -> None:
-        """Ends a new worker whose function failed: it would fail again. The others continue."""
+        """Ends a new worker whose function failed, because it would fail again. The others
+        continue."""
         worker = fault.worker.index
         if not self._members.registry.is_alive(worker):
             return
@@ -329,13 +338,15 @@ class FailureHandler:
         )
 
     def _add_detail(self, worker: int, detail: str) -> None:
-        """The cluster reports why a worker died whose loss is known already. What it knows of a
-        process is less than what the kernel says, unless it killed the process itself."""
+        """Adds the cluster's report about a worker whose loss is known already. A known detail
+        comes from the kernel, which knows more than Ray, unless Ray itself killed the process."""
         if not detail:
             return
         better = _RAY_KILLED_FOR_MEMORY in detail
         pending = self._members.generation.pending_faults
-        places = [(pending, at) for at, it in enumerate(pending) if it.worker.index == worker]
+        places = [
+            (pending, index) for index, fault in enumerate(pending) if fault.worker.index == worker
+        ]
         if worker in self._recorded_at:
             places.append((self.history, self._recorded_at[worker]))
         for faults, index in places:

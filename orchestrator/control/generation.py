@@ -57,7 +57,8 @@ class GenerationState(ObservedState):
         self.assignments = assignments or {}
         self.restore = restore
         self.fenced = False
-        """Whether it is being ended: its members leave, and a crash is no longer a fault."""
+        """Whether the generation is being ended: its members leave, and a crash is no longer a
+        fault."""
         self.ending_since_s: float | None = None
         """When the first member was notified to leave, or left early."""
         self.step = 0 if restore is None else restore.step
@@ -97,24 +98,25 @@ class GenerationState(ObservedState):
         return len(self.finished) == self.world_size > 0
 
     def fence(self, now_s: float) -> None:
-        """It is being ended."""
+        """Marks the generation as being ended."""
         self.fenced = True
         self._end(now_s)
 
     def in_process_states(self) -> dict[int, InProcessStateInfo]:
-        """The states in the memory of members that have left and whose processes are alive, by
-        worker, in the order of the ranks."""
+        """Returns the states in the memory of members that have left and whose processes are alive,
+        by worker, in the order of the ranks."""
         states = self._in_process
         return {worker: states[worker] for worker in self.assignments if worker in states}
 
     def advance_to(self, step: int) -> None:
-        """Some rank works on that step. Ranks proceed in lockstep, and a lost one may not have
-        reported its newest: the maximum counts."""
+        """Records that some rank works on that step. Ranks proceed in lockstep, and a lost rank may
+        not have reported its newest step, so the maximum counts."""
         if step > self.step:
             self.step = step
 
     def assign(self, is_alive: Callable[[int], bool]) -> None:
-        """The members are about to get their assignments; one that is lost by now never leaves."""
+        """Marks the live members as active, before they get their assignments. A member that is
+        lost by now would never leave."""
         self.active = set(filter(is_alive, self.assignments))
 
     def on_heartbeats(self, beats: Heartbeats) -> Heartbeats | None:
@@ -133,7 +135,7 @@ class GenerationState(ObservedState):
         return beats
 
     def on_joined(self, worker: int, message: Joined) -> bool:
-        """Records a member that joined. True if it was the last one."""
+        """Records a member that joined. Returns True if it was the last one."""
         if not self._concerns(worker, message):
             return False
         self.joined.add(worker)
@@ -142,7 +144,7 @@ class GenerationState(ObservedState):
         return self.all_joined
 
     def on_restored(self, worker: int, message: Restored, at_s: float) -> bool:
-        """Records a member that loaded its state. True if it was the last one."""
+        """Records a member that loaded its state. Returns True if it was the last one."""
         if not self._concerns(worker, message):
             return False
         self.restored[worker] = at_s
@@ -152,7 +154,8 @@ class GenerationState(ObservedState):
         return self.all_restored
 
     def on_left(self, worker: int, message: Finished | Stopped | Crashed, at_s: float) -> bool:
-        """Records a member that left; a crash becomes a fault. False if it was not active."""
+        """Records a member that left; a crash becomes a fault. Returns False if it was not
+        active."""
         if not self._concerns(worker, message):
             return False
         self.active.discard(worker)
@@ -190,13 +193,13 @@ class GenerationState(ObservedState):
         return self.add_fault(worker, cause, self.step, detail, at_s, **where)
 
     def notes(self, step: int) -> bytes:
-        """The notes for the next function from that of the lowest rank that has left after `step`;
-        empty without one."""
+        """Returns the notes for the next function: those of the lowest rank that has left after
+        `step`; empty if there is none."""
         left = (self._notes[rank] for rank in sorted(self._notes))
         return next((notes.content for notes in left if notes.step == step), b"")
 
     def forget(self, worker: int) -> None:
-        """A member's process, which has left, is ended: the state in its memory is gone."""
+        """Forgets the state in the memory of a member, because its process is ended."""
         self._in_process.pop(worker, None)
 
     def _end(self, at_s: float) -> None:
@@ -204,7 +207,7 @@ class GenerationState(ObservedState):
             self.ending_since_s = at_s
 
     def _concerns(self, worker: int, message: RankMessage) -> bool:
-        """Whether it is a message of an active member, about this generation."""
+        """Returns whether a message is of an active member, and about this generation."""
         return message.generation == self.number and worker in self.active
 
     def add_fault(
@@ -228,9 +231,9 @@ class GenerationState(ObservedState):
 
 
 class GenerationNumbers:
-    """Counts the generations of a run. Each process of it reserves numbers after those that the
-    processes before it may have given (`JobFacts.reserved_generations`), and gives none before that
-    is durable: it may be lost with its last journal entries.
+    """Counts the generations of a run. Each process of the run reserves numbers after those that
+    earlier processes may have given (`JobFacts.reserved_generations`). It gives no number before
+    its reservation is durable, because a lost process may lose its last journal entries.
 
     Args:
         flush_journal: waits up to so many seconds until all events so far are durable; returns
@@ -264,15 +267,15 @@ class GenerationNumbers:
             if not self._is_durable and self._clock.now() > until_s:
                 raise JobFailedError(
                     f"the job's journal cannot be written for {self._limit_s:g} s, and the first "
-                    "generation of workers begins only once its number is there",
+                    "generation of workers begins only once its number is in the journal",
                     allowed="a shorter outage",
                     fix="checkpoint.path, the disk or store it is on, or a longer "
-                    "recovery.patience_s, of which half is waited for",
+                    "recovery.patience_s: the job waits for half of it",
                 )
 
     def next(self) -> int:
-        """The number of a new generation. The next numbers are reserved when half are left: no
-        repair waits for the journal, and an outage of its store may last for all of these."""
+        """Returns the number of a new generation. The next numbers are reserved when half are left:
+        so no repair waits for the journal, and an outage of its store may last for all of these."""
         self._given += 1
         reserved = self._events.facts.reserved_generations
         if reserved - self._given < RESERVED_GENERATIONS // 2:

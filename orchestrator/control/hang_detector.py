@@ -38,21 +38,25 @@ from rayzero.workers.vault.vault import Vault
 CHECK_INTERVAL_S = 0.5
 """How often the ranks are checked."""
 LOOK_AGAIN_S = 2.0
-"""How long ranks that are silent, but do not hang, are left in peace after they were asked."""
+"""How long after a look the ranks that are silent, but do not hang, are not asked again."""
 REPORT_AFTER_S = 5.0
-"""After how long the first report says what an ending generation waits for; each further one comes
-after twice the time."""
+"""Time after which the first report says what an ending generation waits for. Each further report
+comes after twice the time."""
 STACK_TIMEOUT_S = 1.0
 """How long workers may take to dump their stacks."""
 INSPECT_TIMEOUT_S = 1.0
-"""How long a vault may take to say whether a process that does not respond is there, and then to
+"""How long a vault may take to say whether a process that does not respond exists, and then to
 inspect it."""
 
 
 @dataclass
 class _Look:
-    """The members' answers when they were asked, by worker: their stacks; of one that does not
-    answer, what its node sees, if that does."""
+    """The result of one look at the members, by worker.
+
+    Args:
+        stacks: stacks that a member reports, or that its node sees if the member does not answer.
+        seen: workers whose node answers, and has the process.
+    """
 
     stacks: dict[int, Stacks] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
@@ -71,7 +75,7 @@ class HangDetector:
     _inbox: WorkerInbox
     _failures: FailureHandler
     _warned_generation: int = 0
-    """The generation of which a hang without a culprit was reported."""
+    """The generation in which a hang without a culprit was reported."""
     _next_report_s: float = REPORT_AFTER_S
     """When, after the generation began to end, the ranks that stay are reported again."""
     _next_look_s: float = 0.0
@@ -133,25 +137,27 @@ class HangDetector:
             self._events.warn(f"{hang.reason}\n{self._summary(generation, look)}".rstrip())
 
     def _may_hang(self, members: Collection[int]) -> bool:
-        """Whether the members should be asked: nearly always cheap, and not so."""
+        """Returns whether the members should be asked. The test is cheap, and nearly always
+        negative."""
         limits = self._limits
         if not self._is_any_silent(members, limits):
             return False
         ranks = self._progress(members, _Look(seen=set(members)))
         return find_stopped(ranks, limits) is not None or any(
-            # That one of them does not answer takes some time to find out.
+            # To find out that a rank does not answer takes some time.
             rank.may_be_silent_s + (STACK_TIMEOUT_S if rank.overdue_s else 0.0) > limits.of(rank)
             for rank in ranks
         )
 
     def _is_any_silent(self, members: Collection[int], limits: HangLimits) -> bool:
-        """Whether one of them may hang, by the least of all limits."""
+        """Returns whether one of the members may hang, by the least of all limits."""
         least_s, states = limits.fixed_s or LEAST_LIMIT_S - STACK_TIMEOUT_S, self._inbox.states
         is_stalled = any(states.get(worker) for worker in members) if states else False
         return is_stalled or self._inbox.is_any_silent(members, least_s)
 
     async def _check_ending(self, generation: GenerationState, ending_s: float) -> None:
-        """Members leave at their next check for a stop, which may be after a long call."""
+        """Looks for a member that does not leave. Members leave at their next check for a stop,
+        which may be after a long call."""
         is_early = ending_s <= min(self._next_report_s, self._limits.usual[0])
         if is_early and not self._is_any_silent(generation.active, self._limits):
             return
@@ -217,12 +223,17 @@ class HangDetector:
     def _summary(generation: GenerationState, look: _Look) -> str:
         """Groups the ranks by where they are."""
         ranks = generation.assignments
-        found = look.stacks.items()
-        return group_summaries({ranks[it].rank: got.summary for it, got in found if got.summary})
+        return group_summaries(
+            {
+                ranks[worker].rank: stacks.summary
+                for worker, stacks in look.stacks.items()
+                if stacks.summary
+            }
+        )
 
     async def _look(self, workers: Sequence[int]) -> _Look:
-        """Asks these members, all at the same time, what they do; and the nodes of those that are
-        late whether their processes are there."""
+        """Asks these members, all at the same time, what they do. Asks the nodes of late members
+        whether their processes exist."""
         look = _Look()
         await asyncio.gather(*(self._look_at(worker, look) for worker in workers))
         return look
@@ -245,7 +256,7 @@ class HangDetector:
                 self._inbox.on_progress(worker, stacks.beat)
 
     async def _inspect(self, worker: int, look: _Look) -> None:
-        """Its stacks, as its node's vault sees them of a process that does not respond."""
+        """Adds the stacks of a process that does not respond, as its node's vault sees them."""
         info = self._members.registry.info(worker)
         with suppress(VaultLostError):
             limit_s = INSPECT_TIMEOUT_S

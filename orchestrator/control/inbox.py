@@ -40,7 +40,8 @@ diagnostics, acts first. It watches members only; this limit holds for all worke
 DISPATCH_SLICE_S = 0.0005
 """How long messages are dispatched before other tasks get a turn: a loss may be waiting."""
 MAX_UNDELIVERED_CHARACTERS = 16 * 2**20
-"""Of log lines from all workers; those of a worker that prints beyond it are dropped."""
+"""Limit for the undelivered log lines of all workers. The lines of a worker that prints beyond it
+are dropped."""
 
 
 class UndeliveredLines:
@@ -51,8 +52,9 @@ class UndeliveredLines:
         self._characters = 0
 
     def receive(self, worker: int, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
-        """These messages, with a line in place of log lines for which there is no room."""
-        # The last one is a heartbeat. Usually there are no lines: the test must be cheap.
+        """Returns the messages. If there is no room for their log lines, a line that says so
+        replaces them."""
+        # The last message is a heartbeat. Usually there are no lines: the test must be cheap.
         if not messages or (len(messages) <= 2 and type(messages[0]) is not LogLine):
             return messages
         lines = [message for message in messages if type(message) is LogLine]
@@ -108,10 +110,10 @@ class WorkerInbox:
         self._workers.subscribe(new)
 
     def start_generation(self) -> None:
-        """Forgets the heartbeats of the generation before."""
+        """Forgets the heartbeats of the previous generation."""
         self._heartbeats.clear()
         self.history.start_generation()
-        # Without those lost by now, of which nothing more is heard.
+        # Not the workers that are lost by now: nothing more is heard from them.
         watched = self._last_heard_s.keys() & self._members.registry.members
         self._last_heard_s |= dict.fromkeys(watched, self._loop.now_s())
 
@@ -128,14 +130,14 @@ class WorkerInbox:
             self._deliver(worker, message)
 
     def _deliver(self, worker: int, message: ReceivedMessage) -> None:
-        """Delivers a message; what its workers have sent before is delivered."""
+        """Delivers a message. Earlier messages of its workers have been delivered before."""
         if isinstance(message, StepRows):
             self._add_to_history(message)
         elif isinstance(message, Heartbeats):
             self._heartbeats |= dict.fromkeys(message.workers, message)
         elif isinstance(message, NodeMessages):
-            for its, one in zip(message.workers, message.messages, strict=True):
-                self._dispatch(its, one)
+            for sender, content in zip(message.workers, message.messages, strict=True):
+                self._dispatch(sender, content)
             return
         self._dispatch(worker, message)
 
@@ -146,7 +148,7 @@ class WorkerInbox:
             self.history.add(rows, lambda worker: now_s - restored_s.get(worker, now_s))
 
     def _receive_record(self, record: NodeRecord, now_s: float) -> None:
-        """Handles it at once, which takes less time than to queue it."""
+        """Delivers a record at once, which takes less time than to queue it."""
         heard_at_s, pending = self._last_heard_s, self._undelivered
         for worker in record.workers:
             if worker in heard_at_s:
@@ -156,39 +158,43 @@ class WorkerInbox:
         self._deliver(record.workers[0], record)
 
     def on_stalled(self, event: ProcessStalled) -> None:
-        """The vault of its node has seen that a process does not run, or that it runs again."""
+        """Records what the vault of a worker's node has seen: the process does not run, or runs
+        again."""
         if self._members.registry.owns_process(event.worker, event.pid):
             self.states[event.worker] = event.state
 
     def on_progress(self, worker: int, beat: Heartbeat) -> None:
-        """A member has been asked for its progress."""
+        """Records the progress of a member that was asked for it."""
         if worker in self._last_heard_s:
             self._heartbeats[worker] = combine_beats([worker], [beat])
             self._last_heard_s[worker] = self._loop.now_s()
 
     def last_heartbeat(self, worker: int) -> tuple[Heartbeat | None, float]:
-        """Its last heartbeat in this generation, and how long ago it was last heard from."""
+        """Returns a worker's last heartbeat in this generation, and how long ago it was last heard
+        from."""
         now_s = self._loop.now_s()
         beats = self._heartbeats.get(worker)
         beat = beats.row(beats.workers.index(worker)) if beats is not None else None
         return beat, now_s - self._last_heard_s.get(worker, now_s)
 
     def is_any_silent(self, workers: Iterable[int], limit_s: float) -> bool:
-        """Whether one of them may have made no progress for longer: a cheap test before the hang
-        policy's thorough one, and nearly always cheaper still."""
+        """Returns whether one of the workers may have made no progress for longer than the limit.
+        This is a cheap test before the hang policy's thorough one, and cheaper still if all workers
+        were heard from recently, as is usual."""
         now_s, records = self._loop.now_s(), {*self._heartbeats.values()}
-        longest_s = max((max(it.silent_s) for it in records), default=0.0)
+        longest_s = max((max(record.silent_s) for record in records), default=0.0)
         if now_s - min(self._last_heard_s.values(), default=now_s) + longest_s <= limit_s:
             return False
         known = map(self.last_heartbeat, workers)
         return any(age_s + (beat.silent_s if beat else 0.0) > limit_s for beat, age_s in known)
 
     def excuse_cut_off(self, workers: Iterable[WorkerInfo]) -> None:
-        """Counts those of the workers as heard whose node has lost its agent while the cluster's
-        head, without which no other one can be started, does not answer: they continue."""
+        """Counts a worker as heard from if its node has lost its agent while the cluster's head
+        does not answer. The worker continues, and no other agent can be started without the
+        head."""
         if not self._members.registry.head_answers:
             agents, now_s = self._members.vault_addresses, self._loop.now_s()
-            cut_off = {it.index for it in workers if it.node_id not in agents}
+            cut_off = {worker.index for worker in workers if worker.node_id not in agents}
             self._last_heard_s |= dict.fromkeys(cut_off & self._last_heard_s.keys(), now_s)
 
     def expire_silent(self) -> None:

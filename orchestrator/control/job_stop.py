@@ -61,8 +61,8 @@ class JobStop:
         )
 
     async def _leave_softly(self) -> None:
-        """Waits for half of the time until a member has left at the end of its step. Its peers
-        would then wait for it without result."""
+        """Waits, for half of the time at most, until a member has left at the end of its step. The
+        others would then wait for that member without result."""
         generation = self._members.generation
         members = len(generation.active)
         self._rendezvous.interrupt(softly=True)
@@ -72,8 +72,8 @@ class JobStop:
         )
 
     async def _finish_step(self) -> None:
-        """Waits for half of the time for the current step; no more once a rank is lost, because its
-        peers would wait for it without result."""
+        """Waits for the end of the current step, for half of the time at most. Stops waiting once a
+        rank is lost, because its peers would wait for it without result."""
         generation = self._members.generation
         await self._rendezvous.drain(
             self._plan.spec.checkpoint.grace_period_s / 2,

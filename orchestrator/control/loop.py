@@ -33,12 +33,12 @@ class JobLoop:
         self.wait_until = self.changed.wait_until
 
     async def within(self, limit_s: float, work: Awaitable[T]) -> T:
-        """The result of `work`. Raises TimeoutError if it took longer and was cancelled."""
-        async with self.clock.timeout(limit_s):  # without a task: thousands of calls a second
+        """Returns the result of `work`. Raises TimeoutError if it took longer and was cancelled."""
+        async with self.clock.timeout(limit_s):  # no task: thousands of calls a second
             return await work
 
     async def wait_for(self, limit_s: float, predicate: Callable[[], bool]) -> bool:
-        """Waits until the predicate holds. False if it does not within the limit."""
+        """Waits until the predicate holds. Returns False if it does not within the limit."""
         try:
             await self.within(limit_s, self.wait_until(predicate))
         except TimeoutError:

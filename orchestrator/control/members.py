@@ -24,7 +24,8 @@ class Members(ObservedState):
         super().__init__(on_change)
         self.registry = WorkerRegistry(limits, on_change)
         self.generation = GenerationState(on_change=on_change)
-        """The newest one. Its only writer is Rendezvous, and before the start the controller."""
+        """The newest generation. Its only writer is Rendezvous; before the start, the
+        controller."""
         self.vault_addresses: Mapping[str, str] = {}
         """The address of each live vault, by node. Its only writer is VaultManager."""
         self.role_nodes: frozenset[str] = frozenset()
@@ -33,11 +34,12 @@ class Members(ObservedState):
 
     @property
     def nodes(self) -> frozenset[str]:
-        """The nodes that need a vault: those of ready workers, and of the roles'."""
+        """The nodes that need a vault: the nodes of ready workers and of the roles' workers."""
         return self.role_nodes.union(self.registry.nodes)
 
     def assign(self, selection: Selected) -> dict[int, RankAssignment]:
-        """The ranks of selected workers in the next generation, by worker, in their order."""
+        """Returns the assignments of selected workers for the next generation, by worker, in the
+        order of the ranks."""
         nodes = [worker.node_id for worker in self.generation.workers]
         calls, addresses = self.registry.calls, self.vault_addresses
         return assign_ranks(selection.members, addresses, calls, nodes, self._replicas)

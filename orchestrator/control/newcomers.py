@@ -38,24 +38,26 @@ class Newcomers:
     _rollout_group: int
 
     async def prepare(self) -> bool:
-        """Calls the functions of the selected workers that are new, before their generation begins,
-        and waits for them up to `workers.start_timeout_s`. Returns whether all of them can begin
-        it; if not, others may be selected now.
+        """Calls the functions of new workers among the selected ones, before their generation
+        begins, and waits for them up to `workers.start_timeout_s`. Returns whether all of them can
+        begin it; if not, other workers may be selected now.
 
         What a function does before it trains (imports, its model, its data) takes seconds, which
-        the other ranks would wait for. So it is called while they train, with the rank that it is
-        going to have, and waits where it needs the training state or the other ranks. Then they are
-        drained.
+        the other ranks would wait for. So the function is called while they train, with its future
+        rank, and waits where it needs the training state or the other ranks. Then the other ranks
+        are drained.
         """
         registry = self._members.registry
         selection, generation = registry.select_members(), self._members.generation
         if selection is None or selection.indices.isdisjoint(generation.assignments):
             return True  # no function continues, so that all of them begin at once
         places = self._members.assign(selection)
-        if others := [it for it in misplaced(places, registry.calls) if registry.is_ahead(it)]:
-            self._failures.retire(others)
+        wrong = [w for w in misplaced(places, registry.calls) if registry.is_ahead(w)]
+        if wrong:
+            self._failures.retire(wrong)
             return False
-        if new := {worker: it for worker, it in places.items() if worker not in registry.calls}:
+        new = {worker: place for worker, place in places.items() if worker not in registry.calls}
+        if new:
             spec = GenerationSpec(
                 generation=generation.number + 1,
                 world_size=len(places),
@@ -94,4 +96,4 @@ class Newcomers:
     def _preparing(self, ahead: Iterable[int]) -> list[int]:
         registry = self._members.registry
         alive = filter(registry.is_alive, ahead)
-        return [it for it in alive if registry.calls[it].state is CallState.PREPARING]
+        return [worker for worker in alive if registry.calls[worker].state is CallState.PREPARING]

@@ -47,20 +47,20 @@ class NodeHealth:
     _names: dict[str, str] = field(default_factory=dict)
     _reports: dict[str, HealthReport] = field(default_factory=dict)
     _links: dict[tuple[str, str], float] = field(default_factory=dict)
-    """GB/s, by reading node and read node."""
+    """Measured GB/s, by (node that reads, node that is read)."""
     _failures: dict[str, str] = field(default_factory=dict)
-    """By node, as the warnings name them."""
+    """The descriptions of failed checks, by node."""
     _links_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def start(self) -> None:
-        """Before the first vault starts."""
+        """Has every vault check its node. Called before the first vault starts."""
         if self._spec.enabled:
             self._vaults.check_nodes(self._spec.limit_s)
 
     async def look_at(self, workers: Sequence[WorkerInfo]) -> None:
-        """Judges the nodes of workers that are about to join, by the reports that are there; those
-        that are not are judged when they come. Only a node that seems slow makes this wait, for a
-        second check."""
+        """Judges the nodes of workers that are about to join, by the reports that have come. Other
+        nodes are judged when their reports come. Waits only if a node seems slow, for a second
+        check."""
         if not self._spec.enabled:
             return
         names = {worker.node_id: worker.node for worker in workers}
@@ -81,7 +81,8 @@ class NodeHealth:
                 await self._judge([node])
 
     async def _look_later(self, nodes: Sequence[str]) -> None:
-        """Does what the start does not wait for: checks that take longer, and the network."""
+        """Does the work that the start does not wait for: checks that take longer, and the
+        network."""
         late = [node for node in nodes if node not in self._reports]
         await asyncio.gather(*(self._fetch(node, 2 * self._spec.limit_s) for node in late))
         for node in late:
@@ -94,7 +95,8 @@ class NodeHealth:
         await self._judge(self._reports)
 
     async def _fetch(self, node: str, limit_s: float) -> bool:
-        """Asks for a node's report until it is there; False if it is not within the limit."""
+        """Asks for the report of a node until it is there. Returns False if it is not within the
+        limit."""
         until_s = self._loop.now_s() + limit_s
         with suppress(VaultLostError, VaultGoneError):  # its next vault checks the node again
             while True:
@@ -111,20 +113,21 @@ class NodeHealth:
         return False
 
     async def _recheck(self, node: str) -> bool:
-        """Has a node checked once more; whether its report came in time."""
+        """Has a node checked once more. Returns whether its report came in time."""
         with suppress(VaultLostError, VaultGoneError):
             await self._calls.vault(node, Vault.check_health, self._spec.limit_s)
             return await self._fetch(node, self._spec.limit_s)
         return False
 
     async def _judge(self, suspects: Iterable[str]) -> None:
-        """Sets which nodes are avoided, and tells what has changed. Those of `suspects` that seem
-        slow are measured a second time before."""
+        """Sets which nodes are avoided, and emits what has changed. Suspects that seem slow are
+        measured a second time before."""
         failed = health.judge(self._with_links(), self._spec.slow_factor)
         slow = [
             node
             for node in suspects
-            if node not in self._failures and any(it.is_relative for it in failed.get(node, ()))
+            if node not in self._failures
+            and any(check.is_relative for check in failed.get(node, ()))
         ]
         if slow:
             await asyncio.gather(*map(self._measure_again, slow))
@@ -143,8 +146,8 @@ class NodeHealth:
         await self._measure_links(node)
 
     async def _measure_links(self, again: str = "") -> None:
-        """Measures the ways around the ring of nodes, one after another, that are not known yet,
-        or those of one node again."""
+        """Measures the links of the ring of nodes, one after another: links that are not measured
+        yet, and again all links of the node `again`."""
         nodes = sorted(self._reports.keys() & self._members.vault_addresses.keys())
         if len(nodes) < health.LEAST_NODES:
             return
@@ -159,8 +162,8 @@ class NodeHealth:
             self._links = {pair: self._links[pair] for pair in ring if pair in self._links}
 
     def _with_links(self) -> dict[str, HealthReport]:
-        """The reports, with the faster one of each node's ways: a slow way is that node's fault if
-        both are slow."""
+        """Returns the reports, with the speed of the faster one of each node's links: a slow link
+        is a node's fault only if both are slow."""
         fastest: dict[str, float] = {}
         for pair, speed in self._links.items():
             for node in pair:

@@ -1,4 +1,5 @@
-"""Continues with the workers of a lost controller: what that knew of them, from what they tell."""
+"""Continues with the workers of a lost controller, and restores its knowledge from their
+reports."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class Reattachment:
     _roles: RolePools
 
     def begin(self, found: Attachment, offline_s: float) -> None:
-        """Takes the newest generation over, as its members describe it. No message is read before
+        """Takes over the newest generation, as its members describe it. No message is read before
         `resume`."""
         registry, facts = self._members.registry, self._events.facts
         spec = found.generation
@@ -86,7 +87,7 @@ class Reattachment:
         self._events.emit(WorkersReady(found.workers))
 
     async def resume(self, found: Attachment) -> None:
-        """Continues the generation; repairs it where it is not whole."""
+        """Continues the generation, or repairs it if it is not whole."""
         await self._vaults.open_attached()
         roles = (status.info for status in found.roles)
         for node in {worker.node_id for worker in (*found.workers, *roles)}:

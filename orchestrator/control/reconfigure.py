@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
 
 SAMPLES_WAIT_S = 5.0
 """How long a step that is to be the last one waits for samples: longer than several heartbeats,
-since a rank that has samples tells it with the next one."""
+because a rank that got samples says so with its next heartbeat."""
 _LOOK_S = 0.5
 
 
@@ -62,7 +62,7 @@ class Reconfiguration:
     _rollouts: RolloutBuffer
     _rendezvous: Rendezvous
     reattachment: Reattachment
-    """For the first generation of a controller whose job trains already."""
+    """Takes over the first generation of a controller whose job trains already."""
     _attempt: asyncio.Task[None] | None = None
 
     def form_first(self) -> None:
@@ -75,7 +75,7 @@ class Reconfiguration:
         self._begin(self._fence)
 
     def on_resize_requested(self, reason: str) -> None:
-        """The job begins a resize: the time until its first step counts from now."""
+        """Starts the time of a resize, which ends with the first step after it."""
         self._timer.resize_requested(reason, self._members.generation.world_size)
 
     def resize(self) -> None:
@@ -100,16 +100,16 @@ class Reconfiguration:
         if unwind is not None:
             await unwind()
         if self._members.generation.all_finished:
-            return  # while it was drained: the job is done, and AllFinished says so
+            return  # the job ended while it was drained: AllFinished is in the queue
         generation = self._rendezvous.form(*await self._select())
         await self._loop.wait_until(lambda: generation.all_joined)
         if not generation.fenced:  # else FaultRecoverable is in the queue: another attempt begins
             self._machine.post(machine.GenerationFormed(generation.number))
 
     async def _select(self) -> tuple[Selected, Restore | None, tuple[int, int]]:
-        """The members, the state that they start from, and the rendezvous store. Selects again
-        where a vault was lost meanwhile: the state or the buffer of rollouts may be lost with
-        it."""
+        """Returns the members, the state that they start from, and the rendezvous store. Selects
+        again if a vault was lost meanwhile, because the state or the rollout buffer may be lost
+        with it."""
         while True:
             removed = self._vaults.removed
             self._timer.enter_phase("select_step")
@@ -136,7 +136,7 @@ class Reconfiguration:
 
     async def _drain(self) -> None:
         """Returns once all members left at the end of a step. Without a limit: a step may take any
-        time, and the hang detector finds a hang. One that waits for samples is given up."""
+        time, and the hang detector finds a hang. A step that waits for samples is given up."""
         generation = self._members.generation
         self._timer.enter_phase("drain")
         await self._rendezvous.drain(math.inf, lambda: not generation.active)
@@ -147,7 +147,7 @@ class Reconfiguration:
 
 @dataclass(eq=False)
 class MemberSelection:
-    """Waits for workers where too few are left, and ends the processes that cannot continue.
+    """Waits for workers if too few are left, and ends the processes that cannot continue.
 
     Args:
         _start_timeout_s: `workers.start_timeout_s`.
@@ -160,46 +160,49 @@ class MemberSelection:
     _start_timeout_s: float
 
     async def select(self, *, stays: bool) -> Selected:
-        """Survivors, ready spares and newcomers. Ends processes whose functions do not continue,
-        and waits for the new ones in their places; for others only where there are too few. A
-        function that was called ahead continues only where others wait for it in their loops.
+        """Returns survivors, ready spares and newcomers. Ends processes whose functions do not
+        continue, and waits for the processes that replace them; for other workers only if there are
+        too few. A function that was called ahead continues only if others wait for it in their
+        loops.
 
         Raises:
-            JobFailedError: they are too few after `workers.start_timeout_s`.
+            JobFailedError: there are too few workers after `workers.start_timeout_s`.
         """
         registry = self._members.registry
         while True:
             self._failures.retire(registry.spent(stays=stays))
             selection = await self._await_members(self._wanted())
-            calls, others = registry.calls_of(selection.indices), set[int]()
+            calls, useless = registry.calls_of(selection.indices), set[int]()
             if any(call.is_bound for call in calls):
-                others.update(misplaced(self._members.assign(selection), registry.calls))
-            ahead = {it.index for it in registry.ready if registry.is_ahead(it.index)}
+                useless.update(misplaced(self._members.assign(selection), registry.calls))
+            ahead = {w.index for w in registry.ready if registry.is_ahead(w.index)}
             stay = any(call.is_waiting for call in calls)
-            others |= ahead.difference(selection.indices if stay else ())
-            if not others:
+            useless |= ahead.difference(selection.indices if stay else ())
+            if not useless:
                 return selection
-            self._failures.retire(sorted(others))
+            self._failures.retire(sorted(useless))
 
     def _wanted(self) -> int:
-        """The number of workers to wait for, if it is above the least number: as many as there
-        were, where functions continue only then; where none continues, all that start in the
-        reservations that the job holds, since one that came later would make all begin again;
-        otherwise 0."""
+        """Returns the number of workers to wait for beyond the least number, or 0.
+
+        If functions continue only with their old world size, that is the number. If no function
+        continues, it counts all workers that start in reservations which the job holds: a worker
+        that came later would make all begin again.
+        """
         registry = self._members.registry
-        calls = registry.calls_of(it.index for it in registry.ready)
+        calls = registry.calls_of(worker.index for worker in registry.ready)
         bound = [call.world_size for call in calls if call.is_waiting and call.keeps_rank]
         if bound:
             return max(bound)
         if calls or not registry.calls:
             return 0
         nodes = self._members.vault_addresses
-        held = [it for it in registry.awaiting_replacement if it.node_id in nodes]
+        held = [w for w in registry.awaiting_replacement if w.node_id in nodes]
         return min(registry.limits.max, max(registry.awaited, len(registry.ready) + len(held)))
 
     async def _await_members(self, wanted: int) -> Selected:
-        """Waits for the least number of workers up to `workers.start_timeout_s`; from then on for
-        the wanted number twice as long as the first workers took to start.
+        """Waits up to `workers.start_timeout_s` for the least number of workers. Then waits for the
+        wanted number, for twice as long as the first workers took to start.
 
         Raises:
             JobFailedError: there are fewer than the least number.
@@ -215,7 +218,7 @@ class MemberSelection:
             while not await self._loop.wait_for(
                 limit_s, lambda: registry.select_members() is not None
             ):
-                if registry.head_answers:  # else nobody could start them
+                if registry.head_answers:  # without it no worker can start
                     raise not_enough_error(len(registry.ready), registry.present_limits, limit_s)
         if len(registry.ready) < wanted:
             limit_s = 2 * self._events.facts.start_s
@@ -248,7 +251,7 @@ class Rendezvous:
     _rollouts: RolloutBuffer
 
     async def prepare(self) -> tuple[int, int] | None:
-        """Opens a rendezvous store while the vaults respond, on the worker that gets rank 0 if
+        """Opens a rendezvous store while the vaults are asked, on the worker that gets rank 0 if
         nothing changes. Returns that worker and the port.
 
         Raises:
@@ -274,7 +277,8 @@ class Rendezvous:
     async def open_store(
         self, selection: Selected, early: tuple[int, int] | None
     ) -> tuple[int, int]:
-        """The store that `prepare` has opened, if that is on a member; else a new one."""
+        """Returns the store that `prepare` has opened, if it is on a member. Otherwise opens a new
+        one."""
         if early is not None and early[0] in selection.indices:
             return early
         worker = selection.members[0].index
@@ -283,8 +287,8 @@ class Rendezvous:
     def form(
         self, selection: Selected, restore: Restore | None, store: tuple[int, int]
     ) -> GenerationState:
-        """Begins the generation, and sends every member its assignment. Waits for nothing: what was
-        selected may be lost as long as anything is waited for."""
+        """Begins the generation, and sends every member its assignment. Waits for nothing, because
+        selected workers may be lost during a wait."""
         members, registry = self._members, self._members.registry
         number = self._numbers.next()
         assignments = members.assign(selection)
@@ -306,7 +310,7 @@ class Rendezvous:
             members=generation.workers,
             shares=shares,
             faults=self._injector.injected,
-            survivors_stay=any(it.is_waiting for it in registry.calls_of(assignments)),
+            survivors_stay=any(call.is_waiting for call in registry.calls_of(assignments)),
             notes=notes,
             parts=registry.limits.parts,
             rollout_group=self._rollouts.group,
@@ -318,8 +322,8 @@ class Rendezvous:
         return generation
 
     def _note_calls(self, assignments: Mapping[int, RankAssignment]) -> None:
-        """Notes which functions run now, and with which ranks new ones are called. Says so where
-        rank 0 is another's for a while."""
+        """Notes which functions run now, and the ranks with which new functions are called. Warns
+        if the function of rank 0 was called with another rank."""
         registry = self._members.registry
         calls, generation = registry.calls, self._members.generation.number
         new = {
@@ -336,14 +340,14 @@ class Rendezvous:
         if rank := registry.calls[main].rank:
             self._events.warn(
                 f"rank 0 is the worker on node {registry.info(main).node}, which was entered as "
-                f"rank {rank}, until there are more workers: what its function does on rank 0 only "
-                "by what it knew at its start (files, lines of the log) waits for that"
+                f"rank {rank}, until there are more workers: if the function has stored its rank, "
+                "work for rank 0 (files, lines of the log) is not done until then"
             )
 
     async def drain(self, limit_s: float, is_over: Callable[[], bool]) -> None:
-        """Tells the active members to leave at the end of their step. Returns once it `is_over`,
-        after the limit, and where a member waits for samples of rollouts: its step may never end,
-        if there is nobody who makes them."""
+        """Tells the active members to leave at the end of their step. Returns when `is_over` holds,
+        after the limit, or when a member waits for samples of rollouts: its step may never end if
+        no worker makes them."""
         generation = self._members.generation
         self._calls.broadcast(generation.active, WorkerCalls.drain, generation.number)
         now_s = self._loop.now_s()
@@ -359,8 +363,8 @@ class Rendezvous:
                 return
 
     def interrupt(self, *, softly: bool = False) -> None:
-        """Tells the active members to leave: a member that has just been assigned executes that
-        first.
+        """Tells the active members to leave. A member that was just assigned executes the
+        assignment first.
 
         Args:
             softly: let them finish the collective they are in.

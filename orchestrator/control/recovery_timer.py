@@ -14,8 +14,8 @@ _BEFORE_STEP = ("load", "recompute")
 
 @dataclass
 class _Timeline:
-    """The current recovery, or resize if there is no cause. A fault during a resize turns it into a
-    recovery."""
+    """The current recovery, or the current resize if there is no cause. A fault during a resize
+    turns it into a recovery."""
 
     world_size: int
     phase: str
@@ -43,7 +43,8 @@ class RecoveryTimer:
     def fault_detected(
         self, cause: str, lost: Iterable[str], world_size: int, since_s: float
     ) -> None:
-        """The policy decided to recover from a fault whose first sign came at `since_s`."""
+        """Begins the recovery from a fault whose first sign came at `since_s`, or adds the fault to
+        the current recovery."""
         self._next = None
         if self._current is None:
             self._current = _Timeline(world_size, "detect", since_s)
@@ -70,13 +71,15 @@ class RecoveryTimer:
             timeline.phase_began_s, timeline.phase = now_s, phase
 
     def step_selected(self, step: int, steps_redone: int) -> None:
-        """The step to resume from. `steps_redone` counts only steps not counted before."""
+        """Sets the step to resume from. `steps_redone` counts only steps that were not counted
+        before."""
         if self._current is not None:
             self._current.step = step
             self._current.steps_redone += steps_redone
 
     def completed(self, step_s: float, world_size: int) -> Repaired | Resized | None:
-        """A step was finished that took `step_s`. Returns the recovery it completes, if any."""
+        """Ends the timing with a finished step that took `step_s`. Returns the recovery that the
+        step completes, if any."""
         timeline = self._current
         if timeline is None or timeline.phase not in _BEFORE_STEP:
             return None  # a step of the previous generation

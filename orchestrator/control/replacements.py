@@ -76,7 +76,8 @@ class Replacements:
         return faults >= spec.health.after_faults
 
     async def _wait_device_free(self, worker: WorkerInfo) -> None:
-        """At most `workers.start_timeout_s`: nothing ends a process that hangs in the kernel."""
+        """Waits until a killed process has freed its GPU, at most `workers.start_timeout_s`:
+        nothing ends a process that hangs in the kernel."""
         spec = self._plan.spec.workers
         if not spec.gpus:
             return
@@ -102,7 +103,7 @@ class Replacements:
 
     def _replace(self, worker: WorkerInfo, waited_s: float = 0.0) -> None:
         """Starts a worker in the place of one that was lost or retired, unless there are enough.
-        `waited_s`: what counts as a part of the delay after a fault."""
+        `waited_s` is the part of the delay after a fault that has passed."""
         registry = self._members.registry
         limits = registry.limits
         if len(registry.ready) >= limits.max + limits.spares:

@@ -46,10 +46,11 @@ class RestoreSelector:
     _checkpoints: CheckpointWriter
 
     async def select(self) -> Restore | None:
-        """The state; None: a fresh start. Copies workers' memories into vaults where it needs them.
+        """Returns the state to resume from; None for a fresh start. Copies workers' memories into
+        vaults if the state needs them.
 
         Raises:
-            JobFailedError: the configured checkpoint cannot be read, or none of those that exist.
+            JobFailedError: the configured checkpoint cannot be read, or none of the existing ones.
         """
         excluded = self._failures.excluded
         held = await self._vaults.inventory()
@@ -75,14 +76,15 @@ class RestoreSelector:
         return source
 
     def rewind(self, step: int) -> int:
-        """Training continues from `step`. Returns the number of finished steps to redo."""
+        """Makes training continue from `step`. Returns the number of finished steps to redo."""
         redone = self._progress.rewind(step)
         self._events.emit(Rewound(step, redone))
         self._timer.step_selected(step, redone)
         return redone
 
     async def find(self, step: int) -> Restore | None:
-        """The state of that step, or of a newer one, in memory: without changing the job's step."""
+        """Returns the state of that step, or of a newer one, in memory. Does not change the job's
+        step."""
         held = await self._vaults.inventory()
         newest = newest_complete_in_vaults(held)
         if newest is not None and newest.step >= step:
@@ -94,10 +96,10 @@ class RestoreSelector:
         return await self._salvage(source)
 
     async def _salvage(self, source: FromWorkers) -> Restore | None:
-        """Copies the states in workers' memories into vaults. None if that fails."""
+        """Copies the states in workers' memories into vaults. Returns None if that fails."""
         nodes = self._nodes(source)
         addresses, limit_s = self._members.vault_addresses, self._patience_s
-        # A large state takes long to copy: as long as a rank may be without progress.
+        # A large state takes long to copy. It may take as long as a rank may be without progress.
         salvages = [
             self._calls.worker(
                 worker, WorkerCalls.salvage, addresses.get(node, ""), source.step, limit_s=limit_s
@@ -110,7 +112,7 @@ class RestoreSelector:
             self._events.warn(f"the state in a worker's memory cannot be copied: {error.seen}")
             return None
         held = [StoredSlot(slot, node) for slot, node in zip(copies, nodes, strict=True)]
-        held.sort(key=lambda stored: stored.slot.rank)  # as of when they were cut
+        held.sort(key=lambda stored: stored.slot.rank)  # the order in which the state was cut
         restore = Restore(source.step, slot_refs(held))
         self._failures.excluded.copied_again(restore)
         return restore

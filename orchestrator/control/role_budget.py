@@ -17,7 +17,7 @@ from rayzero.orchestrator.policies.failure import Fault, FaultBudget
 
 @dataclass(eq=False)
 class RoleBudget:
-    """Records the faults of one role, those of the run that is adopted included."""
+    """Records the faults of one role, including those of an adopted run."""
 
     _plan: RolePlan
     _loop: JobLoop
@@ -32,8 +32,8 @@ class RoleBudget:
         self._faults = [] if past is None else past.faults_on_clock(now_s, time())
 
     def record(self, fault: Fault, running: int) -> float | None:
-        """Records a fault, after which so many workers run. Returns the delay of the replacement;
-        None if the job fails."""
+        """Records a fault; `running` workers are left. Returns the delay of the replacement; None
+        if the job fails."""
         self._faults.append(fault)
         name, window_s = self._plan.name, self._budget.window_s
         error = role_faults.decide(name, self._faults, self._budget)
@@ -61,6 +61,6 @@ class RoleBudget:
         return delay_s
 
     def bad_nodes(self, nodes: Iterable[str]) -> frozenset[str]:
-        """Those of these nodes that had too many of the faults."""
+        """Returns which of these nodes had too many of the faults."""
         window_s, now_s = self._budget.window_s, self._loop.now_s()
         return placement.quarantined_nodes(self._faults, {*nodes}, window_s, now_s)

@@ -93,7 +93,8 @@ class RolePool:
 
     @property
     def nodes(self) -> set[str]:
-        return {it.node_id for it in (*self._spares, *(w.info for w in self.workers.values()))}
+        infos = (*self._spares, *(worker.info for worker in self.workers.values()))
+        return {info.node_id for info in infos}
 
     @property
     def running(self) -> int:
@@ -106,7 +107,7 @@ class RolePool:
         return RoleStatus(self.running, self.least, self.most, len(self.finished), faults)
 
     async def run(self) -> None:
-        """Starts the workers, and replacements. Returns only with the job.
+        """Starts the workers, and replacements. Runs until it is cancelled at the end of the job.
 
         Raises:
             JobFailedError: fewer than the least number could start.
@@ -124,10 +125,10 @@ class RolePool:
 
     async def resume(self, found: Sequence[WorkerStatus]) -> None:
         """Continues with the workers that have outlived a lost controller, and starts the missing
-        ones. Returns only with the job."""
+        ones. Runs until it is cancelled at the end of the job."""
         if (past := self._events.facts.roles.get(self.name)) is not None:
             self.finished.update(past.returned)
-        for status in sorted(found, key=lambda it: it.info.index, reverse=True):
+        for status in sorted(found, key=lambda status: status.info.index, reverse=True):
             self._take_over(status)
         self._inbox.start(self.workers)
         for status in found:
@@ -173,7 +174,8 @@ class RolePool:
         await self._loop.wait_for(limit_s, lambda: not self.running)
 
     def fault_call(self, fault: FaultSpec) -> Coroutine[Any, Any, None] | None:
-        """The call that injects a fault into its worker; None if that does not run now."""
+        """Returns the call that injects a fault into its worker; None if that worker does not run
+        now."""
         for index, worker in self.workers.items():
             if worker.number == fault.worker and worker.has_begun:
                 call = self._calls.worker(index, RoleCalls.inject, fault.kind)
@@ -181,12 +183,12 @@ class RolePool:
         return None
 
     def on_process_ended(self, index: int, pid: int, end: ProcessEnd) -> None:
-        """A vault saw a process end, of any role."""
+        """Handles the end of a process, of any role, which a vault saw."""
         if (worker := self.workers.get(index)) is not None and worker.info.pid == pid:
             self._on_lost(index, end.status, end.stack)
 
     def _end(self, worker: RoleWorker, *, has_returned: bool = False) -> None:
-        """Its function has returned, or the worker is one too many."""
+        """Ends a worker whose function has returned, or that is one too many."""
         del self.workers[worker.info.index]
         self._views.rollouts.on_worker_lost(worker.info.index)
         self._loop.changed.notify()
@@ -196,11 +198,11 @@ class RolePool:
         self._loop.spawn(self._release(worker.info))
 
     def _end_surplus(self) -> None:
-        for worker in sorted(self.workers.values(), key=lambda it: it.number)[self.most :]:
+        for worker in sorted(self.workers.values(), key=lambda worker: worker.number)[self.most :]:
             self._end(worker)
 
     def _take_over(self, status: WorkerStatus) -> None:
-        """Continues with a worker. Of two with a number, the older one was being replaced."""
+        """Continues with a worker. Of two workers with one number, the older was being replaced."""
         info, number = status.info, status.number
         if number is None:
             self._spares.append(info)
@@ -217,7 +219,7 @@ class RolePool:
         self._loop.spawn(self._views.keep(worker, self._calls, lambda: self._has(worker)))
 
     def _place(self, info: WorkerInfo) -> None:
-        """Calls the function in a new worker's process; beyond the most workers it is a spare."""
+        """Calls the function in a new worker's process; a worker beyond the maximum is a spare."""
         self._spares.append(info)
         self._begin_spares()
         self._on_change()
@@ -226,14 +228,14 @@ class RolePool:
         while self._spares and len(self.workers) + len(self.finished) < self.most:
             info = self._spares.pop(0)
             taken = self.finished.union(worker.number for worker in self.workers.values())
-            number = next(it for it in count() if it not in taken)
+            number = next(free for free in count() if free not in taken)
             worker = RoleWorker(info, number)
             self.workers[info.index] = worker
             self._loop.spawn(self._begin(worker))
 
     async def _begin(self, worker: RoleWorker) -> None:
         info = worker.info
-        # The vault sees the process end, at once.
+        # A vault sees at once when a process ends.
         if not await self._vaults.open_with_retries(info.node_id, lambda: self._has(worker)):
             return
         self._inbox.subscribe([info.index])
@@ -253,8 +255,8 @@ class RolePool:
 
     def _on_message(self, index: int, message: ReceivedMessage) -> None:
         if isinstance(message, Heartbeats):
-            for its, beat in zip(message.workers, message.messages, strict=True):
-                self._on_heartbeat(its, beat)
+            for sender, beat in zip(message.workers, message.messages, strict=True):
+                self._on_heartbeat(sender, beat)
             return
         if (worker := self.workers.get(index)) is None:
             return  # it was lost, or ended
@@ -282,19 +284,19 @@ class RolePool:
         stacks = Stacks("")
         with suppress(WorkerUnavailableError):
             stacks = await self._calls.worker(worker.info.index, RoleCalls.dump_stack)
-        at = f"; it is at {stacks.place}" if stacks.place else ""
+        place = f"; it is at {stacks.place}" if stacks.place else ""
         self._on_fault(
             worker,
             FaultCause.HANG,
             f"no sign of life from its function for {silent_s:.3g} s, of {limit_s:g} "
-            f"(roles.{self.name}.recovery.hang_timeout_s): it takes, ends or extends a task, or "
-            f"calls ctx.check(){at}",
+            f"(roles.{self.name}.recovery.hang_timeout_s): such a sign is to take, end or extend a "
+            f"task, or to call ctx.check(){place}",
             stacks.text,
         )
 
     def _on_lost(self, index: int, detail: str, stack: str = "") -> None:
-        """A worker's process ended, or does not respond and counts as lost."""
-        for spare in [it for it in self._spares if it.index == index]:
+        """Handles a worker whose process ended, or does not respond and counts as lost."""
+        for spare in [info for info in self._spares if info.index == index]:
             self._spares.remove(spare)
             self._loop.spawn(self._replace(spare, 0.0))
         if (worker := self.workers.get(index)) is None:
@@ -323,10 +325,11 @@ class RolePool:
             self._begin_spares()
 
     def _on_start_failed(self, failure: WorkerStartError) -> None:
-        """A process ended before its function was called; the group starts another one.
+        """Records a process that ended before its function was called; the group starts another
+        one.
 
         Raises:
-            JobFailedError: it would fail again, or the role's budget is spent.
+            JobFailedError: another process would fail, too.
         """
         at_s = self._loop.now_s()
         fault = Fault(FaultCause.PROCESS_LOST, failure.worker, 0, 0, failure.cause, at_s)
@@ -344,7 +347,7 @@ class RolePool:
             self._events.emit(ResourcesAwaited("", 0.0))
 
     async def _replace(self, info: WorkerInfo, delay_s: float) -> None:
-        """Starts a worker in the reservation of one whose process is used up."""
+        """Starts a worker in the reservation of a worker whose process is used up."""
         await self._suppress_loss(
             self._calls.worker_reply(info.index, self._group.kill(info.index))
         )
@@ -381,9 +384,10 @@ class RolePool:
                 if worker.info.node_id in draining:
                     self._on_fault(worker, FaultCause.PREEMPTED, "its node is draining")
             ready, returned = self.running, len(self.finished)
-            # The ranks wait for what a function that takes tasks would have made.
+            # A function that takes tasks, and has returned, is missing: the ranks need its output.
             enough = (ready if self.plan.spec.takes else ready + returned) >= self.least
-            if enough or not self._members.registry.head_answers:  # which nothing can start without
+            limit_s = self.plan.resources.timeout_s
+            if enough or not self._members.registry.head_answers:  # nothing can start without it
                 enough_at_s = now_s
-            elif now_s - enough_at_s > (waited_s := self.plan.resources.timeout_s):
-                raise role_faults.too_few_error(self.name, ready, self.least, waited_s, returned)
+            elif now_s - enough_at_s > limit_s:
+                raise role_faults.too_few_error(self.name, ready, self.least, limit_s, returned)

@@ -23,7 +23,7 @@ class RoleWorker:
     info: WorkerInfo
     number: int
     view: RoleView | None = None
-    """The newest that it has, or is being sent; None: unknown."""
+    """The newest view that the worker has, or is being sent; None if it is unknown."""
     has_begun: bool = False
     hangs: bool = False
     step: int = 0
@@ -31,7 +31,7 @@ class RoleWorker:
 
 @dataclass(eq=False)
 class RoleViews:
-    """The views of all roles' workers: vaults, the buffer of rollouts, weights."""
+    """Makes the views of all roles' workers: vault, buffer of rollouts, weights."""
 
     _loop: JobLoop
     _members: Members
@@ -43,12 +43,12 @@ class RoleViews:
         return RoleView(vault, self.rollouts.address, self._versions.newest)
 
     async def keep(self, worker: RoleWorker, calls: Calls, has: Callable[[], bool]) -> None:
-        """Tells a worker what has changed, as long as `has` holds: one call at a time, so that a
-        slow one gets only the newest."""
+        """Sends a worker its view whenever it changes, as long as `has` holds. Makes one call at a
+        time, so that a slow worker gets only the newest view."""
         while True:
             await self._loop.wait_until(lambda: not has() or self.of(worker) != worker.view)
             if not has():
                 return
             worker.view = self.of(worker)
-            with suppress(WorkerUnavailableError):  # its poll or its vault tells more
+            with suppress(WorkerUnavailableError):  # its poll or its vault reports the loss
                 await calls.worker(worker.info.index, RoleCalls.update, worker.view)

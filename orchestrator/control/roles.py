@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # they import Ray, without which the controller is tested
     from rayzero.orchestrator.cluster.worker_group import WorkerGroup
 
 END_LIMIT_S = 5.0
-"""How long the end of a job waits for functions that see it; others end with their process."""
+"""How long the end of a job waits for functions to return; others end with their process."""
 
 
 class RolePools:
@@ -66,7 +66,7 @@ class RolePools:
             )
 
     def find(self, role: str) -> RolePool:
-        """Raises ConfigError if there is no such role."""
+        """Returns the pool of a role. Raises ConfigError if there is no such role."""
         if role not in self.by_name:
             names = list(self.by_name)
             raise ConfigError(
@@ -77,11 +77,11 @@ class RolePools:
 
     @property
     def most(self) -> dict[str, int]:
-        """The most workers of each role."""
+        """The maximum number of workers of each role."""
         return {name: pool.most for name, pool in self.by_name.items()}
 
     def fault_call(self, fault: FaultSpec) -> Coroutine[Any, Any, None] | None:
-        """See `RolePool.fault_call`. The role is one of the job's."""
+        """Returns the result of `RolePool.fault_call`. The role is one of the job's."""
         return self.by_name[fault.role].fault_call(fault)
 
     def start(self) -> None:
@@ -100,8 +100,8 @@ class RolePools:
             self._loop.spawn(pool.resume(own))
 
     async def grow(self) -> None:
-        """Requests more than the least numbers of workers, once each role has its own: a role, or
-        the ranks, would take what another one needs to begin."""
+        """Requests more than the least numbers of workers, once each role has its own least number.
+        Otherwise a role, or the ranks, would take resources that another role needs to begin."""
         pools = self.by_name.values()
         await self._loop.wait_until(lambda: all(pool.has_least for pool in pools))
         for pool in pools:
@@ -111,7 +111,7 @@ class RolePools:
         return {name: pool.status() for name, pool in self.by_name.items()}
 
     async def end(self) -> None:
-        """The job ends: see `RolePool.end`."""
+        """Ends the functions of all roles with the job: see `RolePool.end`."""
         await asyncio.gather(*(pool.end(END_LIMIT_S) for pool in self.by_name.values()))
 
     async def release(self) -> None:

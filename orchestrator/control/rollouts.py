@@ -1,4 +1,4 @@
-"""The buffer of a job's rollouts: a part of one member's vault, opened again where that is lost."""
+"""The rollout buffer of a job: a part of one member's vault, opened again if that vault is lost."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from rayzero.workers.vault.records import VaultGoneError
 from rayzero.workers.vault.vault import Vault
 
 COUNT_INTERVAL_S = 1.0
-"""How often the buffer is asked what it holds, if there is nothing to tell it; and how long it is
-waited for where none can be opened."""
+"""How often the buffer is asked for its counts if there is no news for it; also the pause after no
+buffer could be opened."""
 
 
 @dataclass(eq=False)
 class RolloutBuffer:
-    """Opens the buffer, informs it of new weights and lost workers, and ends the generation whose
-    ranks read from one that is lost: they cannot know what each other has read (rule `one-log`).
+    """Opens the buffer, informs it of new weights and lost workers, and ends a generation whose
+    ranks read from a lost buffer: a rank cannot know what the others have read (rule `one-log`).
 
     Args:
-        _plan: None: the job has no rollouts.
+        _plan: None if the job has no rollouts.
         _stages: the role of each stage.
         _patience_s: `recovery.patience_s` of the job.
     """
@@ -49,7 +49,7 @@ class RolloutBuffer:
     _events: EventBus
     _patience_s: float
     address: BufferAddress | None = None
-    """Of the buffer; None: there is none at the moment."""
+    """The address of the buffer; None while there is none."""
     _lost: tuple[int, ...] = ()  # workers, since the buffer was opened
 
     @property
@@ -58,10 +58,10 @@ class RolloutBuffer:
         return 0 if self._plan is None else self._plan.group
 
     async def had_to_open(self, members: Sequence[WorkerInfo]) -> bool:
-        """Prepares the buffer that a generation with these members, by rank, reads from. It stays
-        where it is as long as its node has a member: then returns False, at once. Otherwise tries
-        to open an empty one, if it can be on the node of rank 0: after True, members may be
-        lost."""
+        """Prepares the buffer for a generation with these members, by rank. Returns False at once
+        if the node of the present buffer has a member: the buffer stays there. Otherwise tries to
+        open an empty buffer, on the node of rank 0 if possible, and returns True: meanwhile members
+        may be lost."""
         nodes = {worker.node_id for worker in members}
         there = None if self._is_lost else self.address
         if self._plan is None or (there is not None and there.node_id in nodes):
@@ -70,24 +70,24 @@ class RolloutBuffer:
         return True
 
     def on_worker_lost(self, worker: int) -> None:
-        """A role's worker is gone, with the tasks that it has."""
+        """Notes that a role's worker is gone, with its tasks."""
         if self._plan is not None:
             self._lost = (*self._lost, worker)
             self._loop.changed.notify()
 
     def resume(self, lost: Iterable[int]) -> None:
-        """The workers that are lost of those that a lost controller may have started."""
+        """Sets which of the workers that a lost controller may have started are lost."""
         self._lost = tuple(lost)
 
     async def close_left(self) -> None:
-        """Closes the buffer that an adopted run has left, in any of its vaults: other workers may
-        read other prompts."""
+        """Closes the buffer that an adopted run has left, in any of its vaults, because the new
+        workers may read other prompts."""
         if self._plan is not None:
             await asyncio.gather(*map(self._close, self._members.vault_addresses))
 
     async def run(self) -> None:
-        """Keeps the buffer informed, and sees its loss. Returns only with the job, and at once if
-        it has no rollouts."""
+        """Keeps the buffer informed, and notices its loss, until it is cancelled at the end of the
+        job. Returns at once if the job has no rollouts."""
         told: object = None
 
         def has_news() -> bool:
@@ -98,7 +98,8 @@ class RolloutBuffer:
             if self._is_lost:
                 self._on_lost()
             elif self.address is not None:
-                told = _, (generation, step), lost = self._news()
+                told = news = self._news()
+                _, (generation, step), lost = news
                 with suppress(VaultLostError, VaultGoneError):  # VaultManager sees the loss, too
                     counts = await self._calls.vault(
                         self.address.node_id, Vault.update_rollouts, generation, step, lost
@@ -106,7 +107,8 @@ class RolloutBuffer:
                     self._events.emit(RolloutsCounted(counts, self._stages))
 
     def _news(self) -> tuple[object, tuple[int, int], tuple[int, ...]]:
-        """The buffer, what it is to publish, and all workers that are lost."""
+        """Returns the address of the buffer, the version that it is to publish, and all lost
+        workers."""
         version = self._versions.confirmed
         return self.address, (-1, 0) if version is None else version.progress, self._lost
 
@@ -116,8 +118,8 @@ class RolloutBuffer:
         return address is not None and vaults.get(address.node_id) != address.vault
 
     async def _open_new(self, plan: RolloutPlan, members: Sequence[WorkerInfo]) -> None:
-        """On the node of rank 0, or where that has no vault on another one; if all fail, there is
-        none a while later."""
+        """Opens a buffer on the node of rank 0 or, if that fails, on the node of another member. If
+        all fail, there is no buffer, and the next attempt is a while later."""
         if self.address is not None and not self._is_lost:
             await self._close(self.address.node_id)
         self.address, self._lost = None, ()

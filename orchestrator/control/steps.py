@@ -26,8 +26,8 @@ from rayzero.workers.step_rows import Heartbeats, StepRows
 
 @dataclass(eq=False)
 class StepReports:
-    """Adds up the ranks' reports of a step; a step that all ranks have finished is announced to
-    those whose work depends on it."""
+    """Adds up the ranks' reports of a step. A step that all ranks have finished is announced to the
+    components that depend on it."""
 
     _loop: JobLoop
     _members: Members
@@ -43,10 +43,10 @@ class StepReports:
     _speeds: SpeedTracker = field(default_factory=SpeedTracker)
     _equal_losses: EqualLosses = field(default_factory=EqualLosses)
     _replicated: tuple[int, int] = (0, 0)
-    """The generation and the newest step that other nodes have."""
+    """The generation and the newest step of which other nodes have replicas."""
 
     def start_generation(self, generation: GenerationState) -> tuple[float, ...]:
-        """A generation begins. Returns its ranks' shares of a step."""
+        """Begins a generation. Returns its ranks' shares of a step."""
         step = 0 if generation.restore is None else generation.restore.step
         for record in self._progress.start_generation(
             generation.number, generation.world_size, step
@@ -61,8 +61,8 @@ class StepReports:
     def continue_generation(
         self, generation: GenerationState, reported: int, step: int, shares: tuple[float, ...]
     ) -> None:
-        """Continues a lost controller's generation, of which all ranks have finished `step` steps,
-        and that controller has reported `reported`.
+        """Continues a lost controller's generation. All ranks have finished `step` steps, and that
+        controller has reported `reported`.
 
         Args:
             shares: its ranks' shares of a step, when it began.
@@ -86,16 +86,15 @@ class StepReports:
             self._on_step_finished(record)
 
     def _note_replicated(self, rows: StepRows) -> None:
-        """The ranks have agreed that other nodes have a step, of all of them."""
-        step, nbytes = (
-            int(rows.gauge(0, it) or 0) for it in ("replicated_step", "replicated_bytes")
-        )
+        """Announces a step of which other nodes have all replicas, as the ranks have agreed."""
+        step = int(rows.gauge(0, "replicated_step") or 0)
+        nbytes = int(rows.gauge(0, "replicated_bytes") or 0)
         if step and (rows.generation, step) > self._replicated:
             self._replicated = rows.generation, step
             self._events.emit(StepReplicated(step, nbytes))
 
     def _judge(self, rows: StepRows) -> None:
-        """Looks for slow ranks, and for ranks that train on the same."""
+        """Looks for slow ranks, and for ranks that train on the same samples."""
         # A worker that has fewer samples because it is slow stays slow: what counts is the time
         # that an even share takes.
         if "exposed_comm_s" in rows.positions:  # else the job has no engine that measures
@@ -130,7 +129,7 @@ class StepReports:
             self._calls.broadcast(generation.active, WorkerCalls.divide, generation.number, shares)
 
     def on_divided(self, worker: int, message: Divided) -> None:
-        """The ranks have begun to divide the samples of a step by other shares."""
+        """Records that the ranks divide the samples of a step by new shares now."""
         del worker
         if message.generation != self._members.generation.number:
             return

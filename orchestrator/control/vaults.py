@@ -1,4 +1,5 @@
-"""Keeps a vault running on every node of the job, and receives from them which processes ended."""
+"""Keeps a vault running on every node of the job, and receives from the vaults which processes
+ended."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
     from rayzero.orchestrator.cluster.vault_group import VaultGroup
 
 BEAT_WAIT_S = 2.0
-"""A vault says at least once in this time that it serves. One that is silent for
+"""Longest time between two signs of life of a vault. A vault that is silent for
 `recovery.patience_s` longer counts as lost."""
 CLOSE_UNUSED_AFTER_S = 60.0
 """How long a vault is kept on a node without workers: a replacement may come there."""
@@ -50,14 +51,14 @@ class VaultManager:
     removed: int = 0
     """How many vaults were lost or closed."""
     _used_addresses: dict[str, str] = field(default_factory=dict)
-    """By node, as the members of the newest generation know them."""
+    """The addresses that the newest generation's members know, by node."""
     _unused_since_s: dict[str, float] = field(default_factory=dict)
 
     async def ensure_open(self, nodes: Iterable[str]) -> None:
         """Makes sure that these nodes have a vault.
 
         Raises:
-            JobFailedError: one did not start, or was lost at once.
+            JobFailedError: a vault did not start, or was lost at once.
         """
         missing = [
             node for node in dict.fromkeys(nodes) if node not in self._members.vault_addresses
@@ -77,13 +78,14 @@ class VaultManager:
                 self._loop.spawn(self._event_loop(node))
 
     async def open_attached(self) -> None:
-        """Opens the vaults of an earlier process of the job, but those lost since."""
+        """Opens the vaults of an earlier process of the job, except those that were lost since."""
         for node in self._group.attached:
             with suppress(JobFailedError):
                 await self.ensure_open([node])
 
     async def open_with_retries(self, node: str, needed: Callable[[], bool]) -> bool:
-        """Retries until that node has a vault. False once it is no longer needed."""
+        """Opens a vault on a node, with retries. Returns False once the vault is not needed any
+        more."""
         for tries in count():
             if not needed():
                 break
@@ -97,7 +99,8 @@ class VaultManager:
         return False
 
     async def inventory(self) -> list[StoredSlot]:
-        """The slots of all vaults; one that is lost or does not reply in time counts as empty."""
+        """Returns the slots of all vaults. A vault that is lost or does not reply in time counts as
+        empty."""
         nodes = await asyncio.gather(*map(self._inventory, self._members.vault_addresses))
         return [stored for slots in nodes for stored in slots]
 
@@ -109,21 +112,22 @@ class VaultManager:
         return [StoredSlot(slot, node) for slot in slots]
 
     def generation_uses(self, nodes: Iterable[str]) -> None:
-        """A generation is formed that uses the current vaults of these nodes."""
+        """Records that the new generation uses the current vaults of these nodes."""
         self._used_addresses = {node: self._members.vault_addresses.get(node, "") for node in nodes}
 
     def members_know(self, addresses: Mapping[str, str]) -> None:
-        """A lost controller's generation uses these addresses, by node."""
+        """Records the addresses that a lost controller's generation uses, by node."""
         self._used_addresses = dict(addresses)
 
     def address_changed(self) -> bool:
-        """Whether the generation's members use an outdated address of a vault that is up again."""
+        """Returns whether the generation's members use an outdated address of a vault that is up
+        again."""
         current = self._members.vault_addresses
         return any(current.get(node, used) != used for node, used in self._used_addresses.items())
 
     def on_step_finished(self) -> None:
-        """The newest generation progresses: after a while, closes vaults on nodes without
-        workers, so that the autoscaler can remove these nodes. Called once a step."""
+        """Closes vaults on nodes that have had no workers for a while, so that the autoscaler can
+        remove these nodes. Called once a step."""
         now_s = self._loop.now_s()
         unused = self._members.vault_addresses.keys() - self._members.nodes
         self._unused_since_s = {node: self._unused_since_s.get(node, now_s) for node in unused}
@@ -133,8 +137,8 @@ class VaultManager:
                 self._loop.spawn(self._close_unused(node))
 
     async def _close_unused(self, node: str) -> None:
-        """Closes a vault, unless the newest step that all vaults hold needs its slots: of long
-        steps, the next mirror may be far away."""
+        """Closes a vault, unless the newest step that all vaults hold needs its slots: if steps are
+        long, the next mirror may be far away."""
         held = await self.inventory()
         newest = newest_complete_in_vaults(held)
         others = newest_complete_in_vaults([stored for stored in held if stored.node_id != node])
@@ -182,7 +186,9 @@ class VaultManager:
 
     def _remove(self, node: str) -> None:
         addresses = self._members.vault_addresses
-        self._members.vault_addresses = {it: addresses[it] for it in addresses if it != node}
+        self._members.vault_addresses = {
+            name: addresses[name] for name in addresses if name != node
+        }
         self.removed += 1
 
     def _node_name(self, node: str) -> str:

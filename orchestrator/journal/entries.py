@@ -51,12 +51,13 @@ _DAMAGES = (ValueError, LookupError, TypeError, AttributeError, OverflowError, R
 JOURNALED = tuple(_KIND_OF)
 
 DEFAULT_STEP_INTERVAL_S = 5.0
-"""Finished steps are too frequent to be written one by one."""
+"""Seconds between two writes of the number of finished steps, which changes too often to be written
+each time."""
 
 
 def entry_of(event: JobEvent, at_s: float) -> dict[str, Any] | None:
-    """The entry of an event of a type in `JOURNALED`; None for a fatal fault, which the end
-    tells."""
+    """Returns the entry of an event of a type in `JOURNALED`; None for a fatal fault, which the
+    entry of the end reports."""
     value: Any = event
     if isinstance(event, FaultRecorded):
         if event.is_fatal:
@@ -70,10 +71,10 @@ def entry_of(event: JobEvent, at_s: float) -> dict[str, Any] | None:
 
 
 def event_of(entry: Mapping[str, Any]) -> JobEvent:
-    """The event of an entry.
+    """Returns the event of an entry.
 
     Raises:
-        LookupError, TypeError, ValueError: it is of a later version, or damaged.
+        LookupError, TypeError, ValueError: the entry is of a later version, or damaged.
     """
     if entry["kind"] == "step":
         return job_events.Rewound(int(entry["step"]), 0)
@@ -90,8 +91,8 @@ def _reader(kind: type) -> TypeAdapter[Any]:
 
 
 def fold_entries(entries: Iterable[Mapping[str, Any]]) -> JobFacts | None:
-    """The run that these entries, of a release without a state file, end with; None if there is
-    none."""
+    """Returns the facts of the last run in these entries, which are of a release without a state
+    file; None if there is none."""
     facts = JobFacts()
     for entry in entries:
         with suppress(*_DAMAGES):
@@ -107,19 +108,20 @@ def fold_entries(entries: Iterable[Mapping[str, Any]]) -> JobFacts | None:
 
 
 def _detected(fault: Fault) -> FaultDetected:
-    """Earlier releases wrote only the faults that count."""
+    """Returns the event of the detection of a fault: earlier releases wrote only that the fault
+    counts."""
     text = describe_fault(fault)
     return FaultDetected(fault.cause, fault.worker, fault.rank, fault.step, text)
 
 
 def facts_json(facts: JobFacts) -> bytes:
-    """The state of the journal."""
+    """Returns the content of the journal's state file."""
     document = {item.name: getattr(facts, item.name) for item in fields(facts)}
     return json.dumps({"format": FORMAT, **document}, default=asdict).encode()
 
 
 def parse_facts(content: bytes) -> JobFacts | None:
-    """None for what is not the state of a run."""
+    """Returns the facts in a state file; None for what is not the state of a run."""
     try:
         document = json.loads(content)
         if "entries" in document:
@@ -132,8 +134,8 @@ def parse_facts(content: bytes) -> JobFacts | None:
 
 
 def _lists_of_earlier_release(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The lists of a state that has them as entries. Of the same moment, a fault is that of the
-    generation before."""
+    """Returns the lists of a state in which an earlier release stored them as entries. A fault at
+    the moment when a generation begins is of the generation before."""
     faults = ({**fault, "kind": "fault"} for fault in document.get("fault_entries", ()))
     lists = fold_entries(
         [
@@ -165,8 +167,8 @@ class JournalWriter:
 
     Args:
         put: takes an update; must not block.
-        seconds: the wall time by cause, as far as it is counted.
-        step_interval_s: between two updates of the number of finished steps.
+        seconds: returns the wall time by cause, as far as it is counted.
+        step_interval_s: seconds between two updates of the number of finished steps.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The files of a journal: one state file, replaced atomically, and one append-only list of events.
 
-The state file alone is what adoption, `status` and `resume` read. On an object store, which cannot
-append, the events are numbered parts.
+Adoption, `status` and `resume` read only the state file. On an object store, which cannot append,
+the events are numbered parts.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ EVENTS_FILE = "events.jsonl"
 MAX_EVENTS_BYTES = 16 * 2**20
 """A list of events of this size becomes `events.jsonl.1`, and a new one is started."""
 SEGMENTS_FOLDER = "journal"
-"""Events on an object store; also the whole journal of runs before there was a state file."""
+"""Folder of the events on an object store; before there was a state file, of the whole journal."""
 MAX_SEGMENT_BYTES = 64 * 1024
 """A part of the events of this size is full, and the next one is started."""
 
 
 def state_url(job_folder: str) -> str:
-    """Path or URL of a job's state file."""
+    """Returns the path or URL of a job's state file."""
     return join_url(job_folder, STATE_FILE)
 
 
 def has_journal(job_folder: str) -> bool:
-    """May raise StoreError."""
+    """Returns whether a folder has a journal. May raise StoreError."""
     names = {entry.name for entry in open_store(job_folder).list_folder()}
     return not names.isdisjoint((STATE_FILE, SEGMENTS_FOLDER))
 
 
 def read_journal(job_folder: str) -> JobFacts | None:
-    """The state of the last run; None when there is no journal.
+    """Returns the facts of the last run; None if there is no journal, or it is damaged.
 
     Raises:
         StoreError: the store cannot be read.
@@ -98,15 +98,17 @@ class JournalFiles:
         self._parts = PartWriter(events_url, ".jsonl", MAX_SEGMENT_BYTES) if remote else None
         # Requests to a store cost more than writes to a disk.
         self.flush_interval_s = 5.0 if remote else 0.5
-        """How long updates are to be collected."""
+        """How long the caller should collect updates."""
         self.step_interval_s = 30.0 if remote else 5.0
-        """How often the number of finished steps is to be written."""
+        """How often the caller should write the number of finished steps."""
 
     def write(self, updates: Sequence[JournalUpdate]) -> None:
-        """The state is durable when this returns.
+        """Writes the newest state, and the events of the updates. The state is durable when this
+        returns.
 
         Raises:
-            StoreError, OSError: the state is the one before or the one after, never half of it.
+            StoreError, OSError: the stored state is the one before or the one after, never half of
+                it.
         """
         self._fence()
         state = facts_json(updates[-1].facts)
@@ -140,7 +142,8 @@ def _append_events(path: Path, lines: Sequence[str], max_bytes: int) -> None:
 
 
 def _read_segments(job_folder: str) -> JobFacts | None:
-    """The journal of a run from before there was a state file: all of it is in the segments."""
+    """Returns the facts of a run of a release without a state file: its whole journal is in the
+    segments."""
     url = join_url(job_folder, SEGMENTS_FOLDER)
     store = open_store(url)
     entries: list[dict[str, Any]] = []

@@ -16,13 +16,13 @@ _PART_NAME = re.compile(r"(\d{6,12})-[0-9a-f]{8}\.[a-z.]+")
 
 
 def part_number(name: str) -> int:
-    """0 if it is not the name of a part."""
+    """Returns the number in the name of a part; 0 if it is not the name of a part."""
     match = _PART_NAME.fullmatch(name)
     return 0 if match is None else int(match[1])
 
 
 def list_parts(store: Store) -> list[StoreEntry]:
-    """The parts in a store's folder, in order. May raise StoreError."""
+    """Returns the parts in a store's folder, in order. May raise StoreError."""
     entries = [entry for entry in store.list_folder() if part_number(entry.name)]
     return sorted(entries, key=lambda entry: (part_number(entry.name), entry.name))
 
@@ -31,7 +31,7 @@ class PartWriter:
     """Appends to the parts in a folder, after those of earlier processes. Used from one thread.
 
     Args:
-        suffix: of their names.
+        suffix: suffix of the parts' names.
         part_bytes: a part of this size is full. The writer keeps the newest part in memory.
     """
 
@@ -45,8 +45,8 @@ class PartWriter:
         self._sizes: dict[str, int] = {}  # of all parts in the folder, by name, the oldest first
 
     def append(self, content: bytes) -> None:
-        """The content is durable, in one part, when this returns. Raises StoreError; it may be
-        called with the same content again then, which is not written twice."""
+        """Appends content to one part. It is durable when this returns. Raises StoreError; a second
+        call with the same content then does not write it twice."""
         store = open_store(self._url)
         if not self._number:
             self._sizes = {entry.name: entry.nbytes for entry in list_parts(store)}

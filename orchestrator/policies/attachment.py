@@ -1,7 +1,7 @@
 """The state of a job whose controller was lost, as its workers report it to the next one. Pure.
 
-A generation is *whole* if all of its ranks live, have joined it, and none leaves it: it continues.
-Otherwise it is repaired as after any other fault, with the workers that continue.
+A generation is *whole* if all of its ranks live and have joined it, and none is leaving: then it
+continues. Otherwise it is repaired as after any other fault, with the workers that continue.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from rayzero.workers.worker_status import WorkerStatus
 
 @dataclass(frozen=True)
 class Attachment:
-    """
+    """The newest generation of a lost controller, and what is left of it.
+
     Args:
-        generation: the newest one, as one of its members has got it.
-        members: of it, by rank; also those that are lost.
-        present: of its members that have begun it, the living ones.
+        generation: the assignment of the generation, as one of its members has got it.
+        members: all members by rank, including lost ones.
+        present: the living members that have begun the generation.
         others: all other living workers for ranks.
         roles: the living workers of roles.
     """
@@ -59,12 +60,13 @@ class Attachment:
 
     @property
     def step(self) -> int:
-        """Steps that all ranks have reported in this generation; 0: none."""
+        """The number of steps that all ranks have reported in this generation; 0 if there are
+        none."""
         return min(status.step for status in self.present)
 
     def assignments(self) -> dict[int, RankAssignment]:
-        """The members' assignments by worker, in the order of the ranks. Only the rank is known of
-        all."""
+        """Returns the members' assignments by worker, in the order of the ranks. For lost members,
+        only the rank is known."""
         vaults = {status.info.index: _vault(status) for status in self.present}
         return {
             worker.index: RankAssignment(rank, 0, 0, vaults.get(worker.index, ""))
@@ -72,11 +74,11 @@ class Attachment:
         }
 
     def vault_addresses(self) -> dict[str, str]:
-        """The vault's address on each node, as the members know it."""
+        """Returns the vault's address on each node, as the members know it."""
         return {status.info.node_id: _vault(status) for status in self.present}
 
     def calls(self) -> dict[int, FunctionCall]:
-        """The calls of the living workers' training functions, by worker."""
+        """Returns the calls of the living workers' training functions, by worker."""
         found = {}
         for status in (*self.present, *self.others):
             if status.begin is not None:
@@ -86,11 +88,9 @@ class Attachment:
                 found[status.info.index] = call
         for status in self.others:
             if (left := _waits(status)) is not None and status.info.index in found:
-                begin = found[status.info.index]
-                found[status.info.index] = FunctionCall(
-                    begin.rank, begin.world_size, begin.generation, CallState.WAITING,
-                    left.keeps_rank,
-                )  # fmt: skip
+                found[status.info.index] = found[status.info.index].come_to(
+                    CallState.WAITING, keeps_rank=left.keeps_rank
+                )
         return found
 
     @property
@@ -104,7 +104,8 @@ class Attachment:
 
 
 def newest_member(statuses: Iterable[WorkerStatus]) -> WorkerStatus | None:
-    """A worker that has begun the newest generation; None if no function has been called."""
+    """Returns a worker that has begun the newest generation; None if no function has been
+    called."""
     begun = [status for status in statuses if status.begin is not None]
     return max(begun, key=lambda status: status.generation, default=None)
 
@@ -112,7 +113,7 @@ def newest_member(statuses: Iterable[WorkerStatus]) -> WorkerStatus | None:
 def find_attachment(
     statuses: Sequence[WorkerStatus], members: Sequence[WorkerInfo]
 ) -> Attachment | None:
-    """The newest generation and what is left of it; None if nothing is.
+    """Returns the newest generation and what is left of it; None if nothing is.
 
     Args:
         statuses: of all living workers.
@@ -132,8 +133,8 @@ def find_attachment(
     if not present:
         return None
     present.sort(key=lambda status: status.assignment.rank if status.assignment else 0)
-    others = [it for it in statuses if it not in present and not it.role]
-    roles = tuple(it for it in statuses if it.role)
+    others = [status for status in statuses if status not in present and not status.role]
+    roles = tuple(status for status in statuses if status.role)
     return Attachment(newest.assignment, tuple(members), tuple(present), tuple(others), roles)
 
 
@@ -142,6 +143,11 @@ def _vault(status: WorkerStatus) -> str:
 
 
 def _waits(status: WorkerStatus) -> Stopped | Crashed | None:
-    """The message with which its function began to wait for the next generation, if it does."""
-    left = [it for it in status.messages if isinstance(it, Stopped | Crashed) and it.stays]
+    """Returns the message with which a function began to wait for the next generation; None if it
+    does not wait."""
+    left = [
+        message
+        for message in status.messages
+        if isinstance(message, Stopped | Crashed) and message.stays
+    ]
     return left[-1] if left else None

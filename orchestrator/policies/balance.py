@@ -9,7 +9,7 @@ from statistics import median
 from rayzero.engine.data.sampling import samples_per_rank
 
 WINDOW_STEPS = 20
-"""Number of steps between two looks at the speeds, after the first of which a change is judged."""
+"""Number of steps between two looks at the speeds. After a change, so many steps judge it."""
 
 MIN_SHARE, MAX_SHARE = 0.25, 2.0
 """Bounds of a share, relative to an even share: measurements can be wrong, memory is limited."""
@@ -23,27 +23,27 @@ _BISECTIONS = 60  # more than a float has bits
 
 class Balancer:
     """Divides the samples of a generation's steps by the ranks' speed: when it begins, and between
-    two steps. A change after which steps take longer, as where more micro-batches cost more than
-    equal times save, is undone, and the next one waits twice as long.
+    two steps. If steps take longer after a change (more micro-batches may cost more than equal
+    times save), the change is undone, and the next one waits twice as long.
 
     Args:
-        enabled: `recovery.balance: auto`; otherwise all have even shares.
+        enabled: whether `recovery.balance` is `auto`; otherwise all ranks have even shares.
     """
 
     def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled
         self._members: tuple[int, ...] = ()
         self._shares: tuple[float, ...] = ()  # in effect; empty: even ones
-        self._counts: tuple[int, ...] = ()  # samples of each rank, of those shares
-        self._is_proposed = False  # others are: the ranks have not begun to use them
-        self._before: tuple[tuple[float, ...], float] | None = None  # the last change
+        self._counts: tuple[int, ...] = ()  # samples of each rank by these shares
+        self._is_proposed = False  # new shares, which the ranks do not use yet
+        self._before: tuple[tuple[float, ...], float] | None = None  # before a change
         self._steps_s: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._steps_left = self._wait_steps = WINDOW_STEPS
 
     def start_generation(
         self, members: tuple[int, ...], samples_per_s: Sequence[float | None]
     ) -> tuple[float, ...]:
-        """A generation of these workers, by rank, begins. Returns each rank's share of a step's
+        """Begins a generation of these workers, by rank. Returns each rank's share of a step's
         samples; empty for even shares."""
         current = self._shares if members == self._members else ()
         self._members = members
@@ -52,7 +52,8 @@ class Balancer:
         return self._shares
 
     def relative_share(self, rank: int, step_samples: int) -> float:
-        """A rank's samples of a step of that many, relative to an even share."""
+        """Returns a rank's number of samples in a step of `step_samples`, relative to an even
+        share."""
         if not self.enabled or step_samples < len(self._members):
             return 1.0
         if sum(self._counts) != step_samples:
@@ -63,7 +64,8 @@ class Balancer:
     def on_step_finished(
         self, step_s: float, step_samples: int, samples_per_s: Callable[[], Sequence[float | None]]
     ) -> tuple[float, ...]:
-        """All ranks have finished a step. Returns new shares for later steps, or nothing."""
+        """Adds a step that all ranks have finished. Returns new shares for later steps; empty
+        without a change."""
         if not self.enabled or self._is_proposed or not step_samples:
             return ()
         self._steps_s.append(step_s)
@@ -88,11 +90,11 @@ class Balancer:
         self, step_samples: int, samples_per_s: Sequence[float | None]
     ) -> tuple[float, ...]:
         ranks, new = len(self._members), balance_shares(samples_per_s, self._shares)
-        now, then = (samples_per_rank(step_samples, ranks, it) for it in (self._shares, new))
-        return () if now == then else new
+        counts = samples_per_rank(step_samples, ranks, self._shares)
+        return () if counts == samples_per_rank(step_samples, ranks, new) else new
 
     def on_divided(self, shares: tuple[float, ...]) -> None:
-        """The ranks have begun to use these shares."""
+        """Records that the ranks have begun to use these shares."""
         self._begin(shares)
 
     def _begin(self, shares: tuple[float, ...]) -> None:
@@ -105,7 +107,7 @@ class Balancer:
 def balance_shares(
     samples_per_s: Sequence[float | None], current: Sequence[float] = ()
 ) -> tuple[float, ...]:
-    """Each rank's share of a step's samples; empty for even shares.
+    """Returns each rank's share of a step's samples; empty for even shares.
 
     Args:
         samples_per_s: each rank's measured speed, a median over steps; None if it is unknown, which
@@ -140,7 +142,7 @@ def _slowest_rank_s(shares: Sequence[float], speeds: Sequence[float]) -> float:
 
 
 def _clamped_shares(weights: Sequence[float], min_share: float, max_share: float) -> list[float]:
-    """Shares proportional to `weights` within the bounds, with sum 1.
+    """Returns shares proportional to `weights` within the bounds, with sum 1.
 
     The sum of the clamped products grows with the factor, so bisection finds the factor.
     """

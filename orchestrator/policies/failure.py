@@ -47,15 +47,16 @@ HARDWARE_CAUSES = frozenset(
 LOSS_CAUSES = HARDWARE_CAUSES - {FaultCause.COLLECTIVE}
 """Causes that point to a node; a failed collective does not."""
 UNSEEN_CAUSES = frozenset({FaultCause.NODE_LOST, FaultCause.PROCESS_LOST, FaultCause.PREEMPTED})
-"""Causes of which no message of the worker itself tells: reports of its last steps may be lost."""
+"""Causes that the worker itself does not report: reports of its last steps may be lost."""
 USER_CODE_CAUSES = frozenset({FaultCause.DATA, FaultCause.EARLY_RETURN, FaultCause.USER_CODE})
 """Causes in the training function; they have a budget of their own, of the same size."""
 NEWCOMERS_CAUSES = USER_CODE_CAUSES | {FaultCause.CONFIG, FaultCause.ENTRYPOINT}
 """Causes that end no job if only new workers have them, while others train."""
 SAME_LOSSES = 3
-"""A process or its device that is lost so many times in a row on the same rank in the same step,
-each time after about the same time, is ended by what it computes there, not by its machine. A hang
-is the function's when it is in the same step and the same line of it so many times."""
+"""Number of equal losses in a row that fail the job. A process or a device that is lost so often on
+the same rank in the same step, each time after about the same time, is lost because of what it
+computes there, not because of its machine. A hang that is so often in the same step and line of the
+function is the function's fault."""
 
 
 DETECTION_S = 0.5
@@ -90,7 +91,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class FaultBudget:
-    """How many faults of a kind may happen within any window of that length."""
+    """The number of faults of a kind that may happen within any window of `window_s`."""
 
     max_faults: int
     window_s: float
@@ -111,8 +112,8 @@ def decide(
         faults: in the order of detection; at least one.
         earlier: the faults recovered from so far, the oldest first.
         steps: steps finished by this run of the job, as far as they were reported.
-        restored_step: of the state that the generation loaded, which may be damaged; None if it
-            loaded none.
+        restored_step: step of the state that the generation loaded, which may be damaged; None if
+            it loaded none.
         grace_over: whether the wait for a better explanation has ended.
 
     Returns:
@@ -131,9 +132,9 @@ def decide(
 def as_newcomers(
     fault: Fault, earlier: Sequence[Fault], called_in: Mapping[int, int], restored_step: int
 ) -> Fault:
-    """The fault; with the cause NEWCOMER if its function was called in this generation, while
-    others stayed in their loops, and has failed before its first step ended, in another way than
-    the function of a worker that was not new.
+    """Returns the fault, with the cause NEWCOMER if it ends no job. That is so if the function was
+    called in this generation while others stayed in their loops, failed before its first step
+    ended, and failed in another way than functions of workers that were not new.
 
     Args:
         earlier: the faults recovered from so far.
@@ -149,7 +150,7 @@ def as_newcomers(
 
 
 def root_cause(faults: Sequence[Fault]) -> Fault:
-    """The fault that explains the others."""
+    """Returns the fault that explains the others."""
     precedence = list(FaultCause)
     return min(faults, key=lambda fault: precedence.index(fault.cause))
 
@@ -157,7 +158,7 @@ def root_cause(faults: Sequence[Fault]) -> Fault:
 def faults_in_budget(
     faults: Iterable[Fault], causes: Collection[FaultCause], budget: FaultBudget, now_s: float
 ) -> list[Fault]:
-    """The faults of members with these causes, which count against the budget."""
+    """Returns the faults of members with these causes that count against the budget."""
     members = [fault for fault in faults if fault.rank is not None]
     return incidents(members, causes, now_s - budget.window_s)
 
@@ -165,7 +166,7 @@ def faults_in_budget(
 def incidents(
     faults: Iterable[Fault], causes: Collection[FaultCause], since_s: float
 ) -> list[Fault]:
-    """One fault per generation and node, however many of its workers were lost."""
+    """Returns one fault per generation and node, however many workers of the node were lost."""
     return list(
         {
             (fault.generation, fault.worker.node_id): fault
@@ -176,10 +177,9 @@ def incidents(
 
 
 def describe_fault(fault: Fault) -> str:
-    """`rank 1 on node a (pid 7) was lost after step 7: it was killed`
+    """Returns `rank 1 on node a (pid 7) was lost after step 7: it was killed`.
 
-    Of a process that is gone, the last steps may not have been reported: the text says what is
-    known.
+    A process that is gone may not have reported its last steps: the text says what is known.
     """
     worker = fault.worker
     who = f"worker {worker.index}" if fault.rank is None else f"rank {fault.rank}"
@@ -203,8 +203,8 @@ def describe_fault(fault: Fault) -> str:
 
 
 def corrected(history: Sequence[Fault], generation: int, step: int) -> list[Fault]:
-    """The history with the step of that generation's losses: the survivors have left, and reported
-    in which step all were."""
+    """Returns the history with the right step of that generation's losses: the survivors have left,
+    and have reported in which step all were."""
     return [
         replace(fault, step=step)
         if fault.generation == generation
@@ -217,7 +217,7 @@ def corrected(history: Sequence[Fault], generation: int, step: int) -> list[Faul
 
 
 def repeated_loss(history: Sequence[Fault], generation: int) -> JobFailedError | None:
-    """The error if a loss of that generation is one like the losses before."""
+    """Returns the error if a loss of that generation is equal to the losses before."""
     earlier = [fault for fault in history if fault.generation != generation]
     for fault in history:
         if fault.generation == generation and _is_same_loss(fault, earlier):
@@ -232,7 +232,7 @@ def _fatal_error(
     steps: int,
     restored_step: int | None,
 ) -> RayzeroError | None:
-    """The error that fails the job; None if it can continue."""
+    """Returns the error that fails the job; None if the job can continue."""
     if root.cause in (FaultCause.CONFIG, FaultCause.ENTRYPOINT):
         return JobConfigError(root.detail, traceback=root.traceback)
     if root.cause is FaultCause.STATE:
@@ -255,13 +255,13 @@ def _fatal_error(
 
 
 def _user_code_error(root: Fault, first: Fault | None) -> JobFailedError:
-    """The error of a function or its data.
+    """Returns the error of a function or its data.
 
     Args:
         first: the earlier fault that `root` repeats.
     """
     if root.cause is FaultCause.DATA:
-        # After a repair, new workers may find no more than that the data is not that of the state.
+        # After a repair, new workers may only find that the data is not the data of the state.
         return JobFailedError((first or root).detail)
     when = f"in step {root.step}" if root.step else "before the first step"
     twice = ", a second time in the same way" if first else ""
@@ -274,14 +274,16 @@ def _user_code_error(root: Fault, first: Fault | None) -> JobFailedError:
 
 
 def _signature(fault: Fault) -> tuple[FaultCause, int, str]:
-    """Identifies the same exception at the same step; its text may contain an address or a time,
-    and of data the file that was read first."""
+    """Returns what identifies the same exception at the same step. Only the beginning of its text
+    counts: the rest may contain an address or a time. The text of a data error does not count,
+    because it may name the file that was read first."""
     is_data = fault.cause is FaultCause.DATA
     return fault.cause, fault.step, "" if is_data else fault.detail.partition(":")[0]
 
 
 def start_error(failures: Sequence[Fault], budget: FaultBudget) -> JobFailedError | None:
-    """The error if too many workers ended while they started, in a job without a generation.
+    """Returns the error if too many workers ended while they started, in a job without a
+    generation.
 
     Args:
         failures: all faults so far, the newest last; at least one.
@@ -292,17 +294,18 @@ def start_error(failures: Sequence[Fault], budget: FaultBudget) -> JobFailedErro
 
 
 def _equal_exits(root: Fault, earlier: Sequence[Fault]) -> list[Fault]:
-    """The processes that ended themselves without an error in this step, if there were several:
-    what they run did so, on whichever rank. A cluster that ends a process sends a signal, or makes
-    it exit with another code."""
+    """Returns the processes that exited with code 0 in this step, if there were several: what they
+    run ended them, on whichever rank. A cluster that ends a process sends a signal, or makes it
+    exit with another code."""
     step, code = root.step, f"{EXITED}0"
-    exits = [it for it in (*earlier, root) if (it.detail, it.step) == (code, step)]
-    return exits if step and root in exits and len({it.generation for it in exits}) > 1 else []
+    exits = [fault for fault in (*earlier, root) if (fault.detail, fault.step) == (code, step)]
+    generations = {fault.generation for fault in exits}
+    return exits if step and root in exits and len(generations) > 1 else []
 
 
 def _equal_exits_error(exits: Sequence[Fault]) -> JobFailedError:
     ranks = " and then ".join(
-        f"rank {it.rank} on node {it.worker.node} (pid {it.worker.pid})" for it in exits
+        f"rank {f.rank} on node {f.worker.node} (pid {f.worker.pid})" for f in exits
     )
     return JobFailedError(
         f"the processes of {ranks} exited with code 0 in step {exits[-1].step}, while the other "
@@ -314,7 +317,8 @@ def _equal_exits_error(exits: Sequence[Fault]) -> JobFailedError:
 
 
 def _is_same_loss(root: Fault, earlier: Sequence[Fault]) -> bool:
-    """Whether all recent losses resemble this one; at most one loss of a generation counts."""
+    """Returns whether all recent losses resemble this one; at most one loss of a generation
+    counts."""
     lost = root.cause in (FaultCause.PROCESS_LOST, FaultCause.DEVICE)
     if not (lost or root.place) or not root.step or root.rank is None:
         return False
@@ -326,8 +330,8 @@ def _is_same_loss(root: Fault, earlier: Sequence[Fault]) -> bool:
         return len({fault.place for fault in last}) == 1
     if len({fault.rank for fault in last}) > 1:
         return False
-    shortest_s, longest_s = (pick(fault.trained_s for fault in last) for pick in (min, max))
-    return longest_s <= 1.5 * shortest_s + DETECTION_S
+    times_s = [fault.trained_s for fault in last]
+    return max(times_s) <= 1.5 * min(times_s) + DETECTION_S
 
 
 def _same_loss_error(root: Fault) -> JobFailedError:
@@ -344,7 +348,7 @@ def _same_loss_error(root: Fault) -> JobFailedError:
     causes = "os._exit, a crash in native code, and the kernel's out-of-memory killer"
     if root.cause is FaultCause.DEVICE:
         what, survivor = f"device of rank {root.rank} failed", "kernels that do not break it"
-        causes = "an index out of range, and kernels of one's own (CUDA_LAUNCH_BLOCKING=1 names it)"
+        causes = "an index out of range, and custom kernels (CUDA_LAUNCH_BLOCKING=1 shows which)"
     return JobFailedError(
         f"the {what} in step {root.step} {SAME_LOSSES} times in a row, "
         f"at last on node {root.worker.node} (pid {root.worker.pid}): "

@@ -14,12 +14,13 @@ from rayzero.orchestrator.policies.hang_limits import INPUT_PHASES, HangLimits, 
 from rayzero.workers.messages import Heartbeat
 
 EARLY_RETURN_GRACE_S = 3.0
-"""How long a rank waits for one that has returned before that counts as an early return: reports
-of the two arrive in any order. No limit for a slow model: nobody will enter the collective."""
+"""How long a rank waits for a rank that has returned before the return counts as early: reports of
+the two arrive in any order. This does not limit a slow model, because nobody will enter the
+collective."""
 
 ABORT_S, ABORT_PER_COLLECTIVE_S = 0.5, 0.01
-"""How long NCCL may take to abort a group, and for each collective that is queued on the device;
-those of one step at most, because every step ends with a vote that the host reads."""
+"""How long NCCL may take to abort a group, and how much longer for each collective that is queued
+on the device. Only those of one step are: every step ends with a vote that the host reads."""
 _UNRESPONSIVE_S = 1.0  # a busy machine does not explain a reply that is this late
 _STOPPED = frozenset("Tt")
 
@@ -30,16 +31,14 @@ class Hang:
 
     Args:
         rank: the culprit; None if no rank is to blame.
-        place: the line of the user's code it hangs in; empty: elsewhere, or unknown.
     """
 
     rank: int | None
     reason: str
-    place: str = ""
 
 
 def abort_limit_s(heartbeats: Iterable[Heartbeat], first_step: int) -> float:
-    """How long aborting a group of NCCL may take, from the collectives of a step so far.
+    """Returns how long aborting an NCCL group may take, judged by the collectives of a step so far.
 
     Args:
         first_step: the generation's first, counted from 1.
@@ -49,13 +48,14 @@ def abort_limit_s(heartbeats: Iterable[Heartbeat], first_step: int) -> float:
 
 
 def find_hang(ranks: Sequence[RankProgress], limits: HangLimits) -> Hang | None:
-    """The hang of a generation, if it has one. Meant to be called about once a second.
+    """Returns the hang of a generation, if it has one. Meant to be called about once a second.
 
-    A process that is stopped, or that neither responds nor runs, is to blame first; then one that
-    does not respond for long; then, of the ranks that wait in no collective, or else of all, the
-    one furthest behind. Its own silence counts, so a slow rank that makes progress is never blamed,
-    however long the others wait. When all wait in the same collective, no rank failed but the
-    network between them; when half of them wait for input, its store or the script is slow.
+    The blame goes first to a process that is stopped, or that neither responds nor runs; then to a
+    process that has not responded for long. Then it goes to the rank furthest behind: among the
+    ranks that wait in no collective, or among all if all wait. The silence of that rank counts, so
+    a slow rank that makes progress is never blamed, however long the others wait. If all wait in
+    the same collective, the network between them failed, not a rank. If half of the ranks wait for
+    input, the store of the data or the script is slow.
 
     Args:
         ranks: all active ranks of the generation.
@@ -85,9 +85,9 @@ def find_hang(ranks: Sequence[RankProgress], limits: HangLimits) -> Hang | None:
 
 
 def find_stopped(ranks: Sequence[RankProgress], limits: HangLimits) -> Hang | None:
-    """A rank whose process is stopped; or one that neither responds nor uses any CPU, unless half
-    of the ranks do so: then it is the storage of memory-mapped files. Not where the limit is
-    set: a debugger may have stopped it."""
+    """Returns a rank whose process is stopped, or that neither responds nor uses any CPU. If half
+    of the ranks use no CPU, the storage of memory-mapped files is slow, and none of them is blamed.
+    Returns None if the limit is set, because a debugger may have stopped the process."""
     if limits.fixed_s is not None:
         return None
     idle = [rank for rank in ranks if _is_idle(rank)]
@@ -106,13 +106,15 @@ def _is_idle(rank: RankProgress) -> bool:
 
 
 def _waits(rank: RankProgress) -> bool:
-    """Whether it waits for other ranks. A process that does not respond may have gone on since."""
+    """Returns whether a rank waits for other ranks. A process that does not respond may have
+    continued since its last heartbeat."""
     return rank.heartbeat.waiting and not (rank.overdue_s > _UNRESPONSIVE_S and rank.is_seen)
 
 
 def _is_input_slow(ranks: Sequence[RankProgress], behind: RankProgress) -> bool:
-    """Whether half of the ranks or more lack input, the one behind among them, or are as late in
-    its phase, as where all compile again; of two ranks both, unless the one is in the script."""
+    """Returns whether half of the ranks or more lack input, including the rank behind, or are as
+    late in its phase (all may compile again). Of two ranks both must be, unless the rank behind is
+    in the script."""
     count, phase = sum(_lacks_input(rank, behind) for rank in ranks), behind.heartbeat.phase
     is_alone = len(ranks) == 1 and phase in INPUT_PHASES
     needed = 1 if is_alone or phase == OUTSIDE_PHASE else 2
@@ -120,8 +122,10 @@ def _is_input_slow(ranks: Sequence[RankProgress], behind: RankProgress) -> bool:
 
 
 def _lacks_input(rank: RankProgress, behind: RankProgress) -> bool:
-    """Whether it is where the rank behind is: in its phase; or, like that, it waits for a store, is
-    in the script, or its loader reads, which would have read ahead."""
+    """Returns whether a rank is as late as the rank behind, in the same phase. The phases in
+    which a rank waits for a store or is in the script count as one. If the rank behind is in one
+    of these, a rank whose loader is reading counts, too: otherwise the loader would have read
+    ahead."""
     if rank.overdue_s:
         return _is_idle(rank)
     phase = behind.heartbeat.phase
@@ -134,11 +138,11 @@ def _lacks_input(rank: RankProgress, behind: RankProgress) -> bool:
 def find_overstaying(
     ranks: Sequence[RankProgress], limits: HangLimits, ending_s: float
 ) -> Hang | None:
-    """A rank that does not leave a generation which ends, if there is one.
+    """Returns a rank that does not leave a generation which ends, if there is one.
 
     A rank leaves at its next check for a stop. It may be in a long call until then, so it has as
-    much time as a rank without a learned limit. Its silence counts as in a running generation, but
-    not that of a rank which waited for others: the abort has only now set it free.
+    much time as a rank without a learned limit. Its silence counts as in a running generation,
+    except for a rank that waited for others: the abort has only now set it free.
 
     Args:
         ranks: all that have not left.
@@ -150,7 +154,7 @@ def find_overstaying(
         waited = rank.heartbeat.waiting and rank.overdue_s <= _UNRESPONSIVE_S
         before_s = 0.0 if waited or ending_s <= limits.abort_s else rank.silent_s
         limit_s = limits.of(rank)
-        if rank.heartbeat.phase in INPUT_PHASES:  # perhaps of a slow store, which all wait for
+        if rank.heartbeat.phase in INPUT_PHASES:  # the store may be slow for all ranks
             limit_s = limits.to_leave(rank)
         if before_s > limit_s + limits.abort_s or ending_s > limits.to_leave(rank) + limits.abort_s:
             stays = f"has not left its generation for {ending_s:.1f} s"
@@ -161,8 +165,8 @@ def find_overstaying(
 def find_early_return(
     finished: Sequence[RankProgress], active: Iterable[RankProgress]
 ) -> Hang | None:
-    """The rank that returned from the training function although another one waits for it, if there
-    is one: in a collective after the last one that it entered.
+    """Returns the rank that returned from the training function although another rank waits for it,
+    in a collective after the last one that it entered. Returns None if there is no such rank.
 
     Args:
         finished: ranks whose function has returned.

@@ -16,19 +16,25 @@ LEAST_LIMIT_S = 7.0
 """The least of the learned limits: a hang is to be repaired within 10 s where steps are short."""
 STEP_FACTOR = 5
 SILENCE_FACTOR, OUTSIDE_FACTOR = 2, 10
-"""How many times as long as the longest silence in a phase; outside steps, which varies."""
+"""Limit of the silence in a phase, as a multiple of its longest silence; the silence outside steps
+varies more."""
 FIRST_STEP_FACTOR = 4
-"""How many times as long as the longest so far the first step of a process or of a generation may
-be silent: its node's caches may be cold, or the node slower."""
+"""Limit of the first step of a process or a generation, as a multiple of the longest one so far:
+the node's caches may be cold, or the node slower."""
 COMPILED_FACTOR = 60
-"""How many usual steps the first one of a generation may be silent for: it may compile again."""
+"""Limit of the first step of a generation, in usual steps: it may compile again."""
 RECENT_STEPS = 200
 _BLOCK_STEPS, _BLOCKS = 100, 10
 _STARTUP_PHASES = frozenset({"start", "join", "load"})
 INPUT_PHASES = frozenset({"data", SAMPLES_PHASE, OUTSIDE_PHASE})
 """Phases in which a store, or the script, may be slow, not the rank."""
 _GAUGES = {
-    **{it: f"phases/{it}" for it in ("data", "forward", "backward", "reduce", "update", "publish")},
+    "data": "phases/data",
+    "forward": "phases/forward",
+    "backward": "phases/backward",
+    "reduce": "phases/reduce",
+    "update": "phases/update",
+    "publish": "phases/publish",
     SAMPLES_PHASE: "phases/data",
     OUTSIDE_PHASE: "phases/other",
 }
@@ -37,10 +43,10 @@ _POSITIONS = {phase: position for position, phase in enumerate(_GAUGES)}
 
 
 class StepTimes:
-    """The seconds that a rank itself took for its last steps: without its waits for other ranks.
+    """The seconds that a rank took for its last steps, without its waits for other ranks.
 
-    The first steps of processes and generations are not among them. Longest silences are those of
-    the last 900 to 1,000 steps. A step takes a microsecond: controllers add thousands a second.
+    The first steps of processes and generations are not included. The longest silences are of the
+    last 900 to 1,000 steps. Adding a step takes a microsecond: controllers add thousands a second.
     """
 
     def __init__(self) -> None:
@@ -50,8 +56,8 @@ class StepTimes:
         self._usual_s: float | None = None  # None: to be computed
 
     def add(self, own_s: float, phases_s: Sequence[float]) -> None:
-        """Adds a step. A rank's time in a phase, in the order of `_GAUGES`, is no less than its
-        longest silence in it."""
+        """Adds a step. `phases_s` has the time in each phase, in the order of `_GAUGES`: no less
+        than the longest silence in the phase."""
         self._own_s.append(own_s)
         self._usual_s = None
         if self._count % _BLOCK_STEPS == 0 and self._count:
@@ -59,8 +65,8 @@ class StepTimes:
         self._count += 1
         longest = self._longest[-1]
         if any(map(gt, phases_s, longest)):
-            for at, silent_s in enumerate(phases_s):
-                longest[at] = max(longest[at], min(silent_s, own_s))
+            for position, phase_s in enumerate(phases_s):
+                longest[position] = max(longest[position], min(phase_s, own_s))
 
     @property
     def usual_s(self) -> float:
@@ -71,8 +77,8 @@ class StepTimes:
         return self._usual_s
 
     def longest_s(self, phase: str) -> float:
-        at = _POSITIONS.get(phase)
-        return 0.0 if at is None else max(block[at] for block in self._longest)
+        position = _POSITIONS.get(phase)
+        return 0.0 if position is None else max(block[position] for block in self._longest)
 
 
 @dataclass(frozen=True)
@@ -86,19 +92,20 @@ class _Alarm:
 
 @dataclass
 class StepHistory:
-    """The steps of a job's ranks, as far as limits follow from them."""
+    """The steps of a job's ranks, from which limits are learned."""
 
     times: defaultdict[int, StepTimes] = field(default_factory=lambda: defaultdict(StepTimes))
     """The steps of each rank, over all generations."""
     reported: set[int] = field(default_factory=set)
     """Workers that have finished a step, in any generation."""
     in_generation: set[int] = field(default_factory=set)
-    """Those that have in this one."""
+    """Workers that have finished a step in this generation."""
     longest_first_step_s: float = 0.0
-    """The first step of a new process or a generation, from the loaded state to the report."""
+    """The longest first step of a new process or a generation, from the loaded state to the
+    report."""
     factors: dict[str, float] = field(default_factory=dict)
-    """How many times as long as learned a rank may be silent, by phase: twice after each alarm that
-    was false."""
+    """By phase, the factor by which a silence may exceed the learned limit: doubled after each
+    false alarm."""
     _first: StepTimes = field(default_factory=StepTimes)
     """The first steps of processes and generations."""
     _alarm: _Alarm | None = None
@@ -110,7 +117,7 @@ class StepHistory:
         """Adds a step of some workers in the present generation.
 
         Args:
-            trained_s: for how long a worker has trained since it had loaded its state.
+            trained_s: returns how long a worker has trained since it had loaded its state.
         """
         known = self.in_generation
         phases = zip(*map(rows.column, _GAUGES.values()), strict=True)
@@ -128,13 +135,13 @@ class StepHistory:
             self.longest_first_step_s = max(self.longest_first_step_s, *map(trained_s, new))
 
     def add_alarm(self, rank: RankProgress) -> None:
-        """A rank is ended because it hangs."""
+        """Records that a rank is ended because it hangs."""
         beat = rank.heartbeat
         self._alarm = _Alarm(beat.phase, beat.step, rank.silent_s)
 
     def _check_alarm(self, step: int, phases_s: Sequence[float]) -> None:
-        """The alarm was false if another rank is as slow there, when it repeats the step, and has
-        not been in first steps before."""
+        """Looks whether the alarm was false: another rank that repeats the step is as slow in that
+        phase, and much slower than first steps before."""
         alarm = self._alarm
         if alarm is None or step < alarm.step:
             return
@@ -152,13 +159,13 @@ class RankProgress:
     """The last known progress of a rank that has not finished its function.
 
     Args:
-        heartbeat: its last one in this generation; `age_s` is its age.
+        heartbeat: the rank's last heartbeat in this generation; `age_s` is its age.
         overdue_s: how late the reply to the current poll is; 0 if it is not late.
-        is_new: whether its process has not finished a step yet, in any generation.
+        is_new: whether the rank's process has not finished a step yet, in any generation.
         is_first: the same, in this generation.
-        state: of its process, as of `ProcessStalled`; empty while that runs.
-        is_seen: whether its node answers, and has the process.
-        reads: whether its loader's thread is reading, as of `Stacks`.
+        state: the state of the process, as in `ProcessStalled`; empty while the process runs.
+        is_seen: whether the rank's node answers, and has the process.
+        reads: whether the thread of the rank's loader is reading, as in `Stacks`.
     """
 
     node: str
@@ -196,17 +203,18 @@ class RankProgress:
 
     @property
     def may_be_silent_s(self) -> float:
-        """The longest that it may be silent, as far as is known before its next heartbeat."""
+        """The longest time that it may have been silent, as far as is known before its next
+        heartbeat."""
         return self.heartbeat.silent_s + self.age_s
 
     @property
     def position(self) -> tuple[int, int]:
-        """Its step, and the collective it last entered."""
+        """The rank's step, and the collective that it last entered."""
         return self.heartbeat.step, self.heartbeat.collective
 
 
 Limit = tuple[float, str]
-"""Seconds, and where they come from."""
+"""Seconds, and the origin of the limit."""
 
 
 @dataclass(frozen=True)
@@ -216,12 +224,12 @@ class HangLimits:
     Args:
         patience_s: `recovery.patience_s`.
         starting_s: in a new process, which imports, compiles and loads: `workers.start_timeout_s`.
-        fixed_s: `recovery.hang_timeout_s`; None: limits are learned.
-        first_step_s: the longest first step of a process or a generation so far; 0: none was
+        fixed_s: `recovery.hang_timeout_s`; None if limits are learned.
+        first_step_s: the longest first step of a process or a generation so far; 0 if none was
             measured.
         abort_s: how much more time an abort may take.
-        times: of ranks.
-        factors: by phase, where an alarm was false.
+        times: the step times of each rank.
+        factors: as in `StepHistory`.
     """
 
     patience_s: float
@@ -243,11 +251,11 @@ class HangLimits:
         return self._choose(rank)[0]
 
     def to_leave(self, rank: RankProgress) -> float:
-        """How long a rank may take to leave a generation that ends."""
+        """Returns how long a rank may take to leave a generation that ends."""
         return max(self._choose(rank), self.usual)[0]
 
     def describe(self, rank: RankProgress) -> str:
-        """The same with the time for the abort, and where it comes from."""
+        """Describes the limit of `to_leave` with the time for the abort, and its origin."""
         limit_s, origin = max(self._choose(rank), self.usual)
         abort = f" and {self.abort_s:.3g} s for the abort" if self.abort_s else ""
         return f"{limit_s + self.abort_s:.3g} s, {origin}{abort}"
@@ -267,16 +275,16 @@ class HangLimits:
             compiled = COMPILED_FACTOR * times.usual_s, "60 of its steps, for it may compile again"
             return max(usual, first, compiled)
         limit_s, origin = max(self._learned(rank, times))
-        often_s = min(limit_s * self.factors.get(phase, 1.0), self.patience_s)
-        if often_s > limit_s:
-            limit_s, origin = often_s, "doubled after alarms that were false"
+        raised_s = min(limit_s * self.factors.get(phase, 1.0), self.patience_s)
+        if raised_s > limit_s:
+            limit_s, origin = raised_s, "doubled after alarms that were false"
         learned = limit_s, origin
         return learned if self._is_learned(rank) else max(usual, learned)
 
     def _is_learned(self, rank: RankProgress) -> bool:
-        """Whether the limit of its steps is enough. It is not for what does not answer, until its
-        node says that the process is there; for the function's own work between two steps, such as
-        rank 0's files; and where it waits for others."""
+        """Returns whether the learned limit of a rank applies. It does not apply to a process that
+        does not answer, until its node says that the process exists; to the function's own work
+        between two steps, such as rank 0's files; and to a rank that waits for others."""
         beat = rank.heartbeat
         if rank.overdue_s:
             return rank.is_seen
@@ -284,11 +292,12 @@ class HangLimits:
         return beat.phase in _GAUGES and not beat.waiting and not is_at_work
 
     def _learned(self, rank: RankProgress, times: StepTimes) -> list[Limit]:
-        """A rank that does not answer may have come to another phase meanwhile."""
+        """Returns the learned limits of a rank. If the rank does not answer, it may have come to
+        another phase meanwhile, so the limits are those of all phases."""
         phase = rank.heartbeat.phase
         phases = [*_GAUGES] if rank.overdue_s or phase not in _GAUGES else [phase]
         factors = {OUTSIDE_PHASE: OUTSIDE_FACTOR}
-        silences = [factors.get(it, SILENCE_FACTOR) * times.longest_s(it) for it in phases]
+        silences = [factors.get(p, SILENCE_FACTOR) * times.longest_s(p) for p in phases]
         return [
             (LEAST_LIMIT_S, "the least of what is learned"),
             (STEP_FACTOR * times.usual_s, "5 of its steps"),

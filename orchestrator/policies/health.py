@@ -1,7 +1,7 @@
-"""Judges what the nodes of a job have measured: which of them fail, by what figure and limit. Pure.
+"""Judges what the nodes of a job have measured: which nodes fail, by what figure and limit. Pure.
 
-Speeds have no absolute limit: they are compared with the median of the job's nodes, of which there
-must be three, so that one alone can be wrong.
+Speeds have no absolute limit: they are compared with the median of the job's nodes. There must be
+three nodes, so that one alone can be wrong.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from statistics import median
 from rayzero.workers.vault.health import HealthReport
 
 LEAST_NODES = 3
-"""With fewer, no median tells which one is slow."""
+"""With fewer nodes, the median does not show which one is slow."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check's name, and its limit.
+    """The title and the limits of a check.
 
     Args:
-        scale: of a speed: the part of `health.slow_factor` below which it fails.
-        least, most: of other figures.
+        scale: for a speed: the factor of `health.slow_factor` in its limit.
+        least, most: the limits of other figures.
     """
 
     title: str
@@ -64,12 +64,13 @@ CHECKS: Mapping[str, Check] = {
         "hardware slowdown (bits)", "", "look at its cooling and power supply", most=0
     ),
 }
-"""By the name of their figures."""
+"""The checks, by the name of their figures."""
 
 
 @dataclass(frozen=True)
 class FailedCheck:
-    """A failed check of a node. `is_relative`: compared with other nodes' speeds, which change."""
+    """A failed check of a node. `is_relative` is whether it was compared with other nodes' speeds,
+    which change."""
 
     text: str
     fix: str
@@ -79,7 +80,7 @@ class FailedCheck:
 def judge(
     reports: Mapping[str, HealthReport], slow_factor: float
 ) -> dict[str, tuple[FailedCheck, ...]]:
-    """The nodes that fail, with their failed checks.
+    """Returns the nodes that fail, with their failed checks.
 
     Args:
         reports: by node.
@@ -91,12 +92,12 @@ def judge(
 
 
 def describe(failures: Iterable[FailedCheck]) -> str:
-    """`memory bandwidth 3.1 GB/s, limit 6 GB/s (half ...); fix: ...`, of each."""
+    """Returns `memory bandwidth 3.1 GB/s, limit 6 GB/s (half ...); fix: ...` for each check."""
     return "; ".join(f"{failed.text}; fix: {failed.fix}" for failed in failures)
 
 
 def describe_speeds(report: HealthReport) -> str:
-    """`computing 51.3 GFLOP/s, memory bandwidth 9.8 GB/s`"""
+    """Returns `computing 51.3 GFLOP/s, memory bandwidth 9.8 GB/s`."""
     return ", ".join(
         f"{check.title} {report.figures[name]:.3g} {check.unit}"
         for name, check in CHECKS.items()
@@ -105,7 +106,8 @@ def describe_speeds(report: HealthReport) -> str:
 
 
 def best_of(first: HealthReport, second: HealthReport) -> HealthReport:
-    """The newer report with the higher one of each speed: a node is slow if it is so twice."""
+    """Returns the newer report, with the higher value of each speed: a node counts as slow only if
+    it is slow twice."""
     speeds = {
         name: max(figure, second.figures.get(name, 0.0))
         for name, figure in first.figures.items()
@@ -119,7 +121,7 @@ def best_of(first: HealthReport, second: HealthReport) -> HealthReport:
 def _relative_limits(
     reports: Iterable[HealthReport], slow_factor: float
 ) -> dict[str, tuple[float, str]]:
-    """Returns each speed's limit, and what it is made of."""
+    """Returns each speed's limit, and how it was computed."""
     reports, limits = tuple(reports), {}
     for name, check in CHECKS.items():
         figures = [report.figures[name] for report in reports if name in report.figures]

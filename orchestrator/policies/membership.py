@@ -18,8 +18,8 @@ class WorkerLimits:
     """How many members a generation has, and how many more workers are kept ready.
 
     Args:
-        parts: of a step that cannot be cut in other ways: only numbers of members that divide it
-            can train. 0: any number can.
+        parts: number of indivisible parts of a step: the number of members must divide it. 0 if any
+            number of members can train.
     """
 
     min: int
@@ -28,7 +28,8 @@ class WorkerLimits:
     parts: int = 0
 
     def size(self, available: int) -> int | None:
-        """How many of `available` workers should be members; None: more are to be waited for."""
+        """Returns how many of `available` workers should be members; None if more workers are to be
+        waited for."""
         most = min(self.max, max(self.min, available))
         if available < self.min:
             return None
@@ -36,11 +37,11 @@ class WorkerLimits:
             return most
         fitting = [n for n in range(self.min, self.max + 1) if self.parts % n == 0]
         if not fitting:
-            return most  # the script says what it needs
+            return most  # the script's error says what it needs
         return max((n for n in fitting if n <= most), default=None)
 
     def least_above(self, available: int) -> int:
-        """How many workers there must be, where `available` are too few."""
+        """Returns how many workers there must be, if `available` are too few."""
         more = range(max(self.min, available + 1), self.max + 1)
         return next((n for n in more if self.size(n) is not None), self.min)
 
@@ -51,8 +52,9 @@ class Selected:
 
     Args:
         members: its members, by index.
-        displaced: not selected because their nodes are draining; to be replaced on other nodes.
-        surplus: not needed any more.
+        displaced: workers that are not selected because their nodes are draining; to be replaced on
+            other nodes.
+        surplus: workers that are not needed any more.
     """
 
     members: tuple[WorkerInfo, ...]
@@ -70,15 +72,15 @@ def select_members(
     members: Collection[int] = (),
     draining_nodes: Collection[str] = (),
 ) -> Selected | None:
-    """Members first, because they hold the state, then other ready workers; workers on draining
-    nodes only if there are no others. None if there are too few.
+    """Selects members first, because they hold the state, then other ready workers. Workers on
+    draining nodes are selected only if there are no others. Returns None if there are too few.
 
     Stable: with the selected workers as members, it selects the same ones again.
 
     Args:
         ready: by index.
         members: indices of the present members.
-        draining_nodes: ids of nodes, also of unhealthy ones.
+        draining_nodes: ids of draining nodes, and of unhealthy ones.
     """
     if limits.size(len(ready)) is None:
         return None
@@ -91,7 +93,7 @@ def select_members(
         *sorted(draining, key=lambda worker: worker.index not in members),
     ]
     size = limits.size(max(limits.min, len(staying))) or limits.size(len(ready)) or limits.min
-    # What does not divide the step waits for the workers that it needs.
+    # Workers beyond a size that divides the step are kept, until more come.
     most = max(size, min(limits.max, len(staying)))
     return Selected(
         tuple(sorted(order[:size], key=lambda worker: worker.index)),
@@ -101,12 +103,12 @@ def select_members(
 
 
 def not_enough_error(available: int, limits: WorkerLimits, waited_s: float) -> JobFailedError:
-    """The error of a job that has too few workers, and got no replacements in time."""
+    """Returns the error of a job that has too few workers, and got no replacements in time."""
+    fitting = f", a number that divides {limits.parts} micro-batches" if limits.parts else ""
     return JobFailedError(
         f"{available} of at least {limits.least_above(available)} workers are left, and no "
         f"replacement was ready within {waited_s:g} s",
-        allowed=f"{limits.min} to {limits.max} workers (workers.min, workers.max)"
-        + f", a number that divides {limits.parts} micro-batches" * bool(limits.parts),
+        allowed=f"{limits.min} to {limits.max} workers (workers.min, workers.max){fitting}",
         fix="workers.min or workers.start_timeout_s in the job file, or the size of the cluster",
     )
 
@@ -126,18 +128,20 @@ class WorkerRegistry(ObservedState):
         self.unhealthy_nodes: frozenset[str] = frozenset()
         """Ids of nodes that failed their health check. Its only writer is NodeHealth."""
         self.head_answers = True
-        """Whether the cluster's head does: without it no worker can be started."""
+        """Whether the cluster's head answers. Without the head no worker can be started."""
         self.members: frozenset[int] = frozenset()
         """Indices of the newest generation's members."""
         self.calls: dict[int, FunctionCall] = {}
-        """By worker, of its training function. Replaced where a function is called, since the
-        selection depends on that; only `set_state` changes one in place."""
+        """The call of each worker's training function. The dict is replaced when a function is
+        called, because the selection depends on that; only `set_state` changes an entry in
+        place."""
         self.awaiting_replacement: tuple[WorkerInfo, ...] = ()
-        """Lost workers, and retired ones, whose reservations wait for a replacement."""
+        """Lost and retired workers whose reservations wait for a replacement."""
         self.awaited = 0
         """How many workers the next generation waits for now."""
         self.left_out: tuple[WorkerInfo, ...] = ()
-        """Lost workers that get none before the next fault or resize: they failed as new ones."""
+        """Lost workers that failed as new ones, and are not replaced before the next fault or
+        resize."""
         self._all: dict[int, WorkerInfo] = {}
         self._alive: dict[int, WorkerInfo] = {}
         self._ready: tuple[WorkerInfo, ...] | None = ()
@@ -157,7 +161,8 @@ class WorkerRegistry(ObservedState):
         return self._all[worker]
 
     def owns_process(self, worker: int, pid: int) -> bool:
-        """Whether `pid` is this worker's process, not a process of an earlier job."""
+        """Returns whether `pid` is of this worker's process, and not of a process of an earlier
+        job."""
         return worker in self._all and self._all[worker].pid == pid
 
     def is_alive(self, worker: int) -> bool:
@@ -189,46 +194,49 @@ class WorkerRegistry(ObservedState):
         return self.draining_nodes | self.avoided_nodes
 
     def mark_lost(self, *workers: int) -> None:
-        """Their processes ended; their reservations wait for replacements."""
+        """Removes workers whose processes ended; their reservations wait for replacements."""
         for worker in workers:
             self._alive.pop(worker, None)
         self._invalidate()
         self.awaiting_replacement += tuple(map(self.info, workers))
 
     def spent(self, *, stays: bool) -> list[int]:
-        """Workers whose process is used up: a training function was called in it, and does not
-        continue in the next generation.
+        """Returns workers whose process is used up: a training function was called in it, and does
+        not continue in the next generation.
 
         Args:
             stays: whether functions that wait in their loops continue.
         """
-        calls = {it.index: self.calls[it.index] for it in self.ready if it.index in self.calls}
-        return [it for it, call in calls.items() if not stays or call.state is CallState.RUNNING]
+        called = [worker.index for worker in self.ready if worker.index in self.calls]
+        if not stays:
+            return called
+        return [index for index in called if self.calls[index].state is CallState.RUNNING]
 
     def calls_of(self, workers: Iterable[int]) -> list[FunctionCall]:
-        """The calls of the training function of those workers that have had one."""
+        """Returns the calls of these workers' training functions, without workers that had none."""
         return [self.calls[worker] for worker in workers if worker in self.calls]
 
     def set_state(self, worker: int, state: CallState, *, keeps_rank: bool = False) -> None:
-        """Its function has come there."""
-        # Thousands of workers do this in each repair: no copy of the whole.
+        """Records the state to which the call in a worker has come."""
+        # Not a copy of the dict: thousands of workers do this in each repair.
         before = self.calls[worker]
         self.calls[worker] = before.come_to(state, keeps_rank=keeps_rank)
         if before.is_ahead:  # else nobody waits for it
             self._changed()
 
     def is_ahead(self, worker: int) -> bool:
-        """Whether its function was called before its generation."""
+        """Returns whether a worker's function was called before its generation."""
         call = self.calls.get(worker)
         return call is not None and call.is_ahead
 
     def leave_out(self, worker: int) -> None:
-        """It is about to be ended because its function failed where it was new."""
+        """Removes a worker that is about to be ended because its function failed while it was
+        new."""
         self.remove(worker)
         self.left_out += (self._all[worker],)
 
     def try_again(self) -> None:
-        """Those that were left out are replaced now."""
+        """Has the workers that were left out replaced now."""
         self.awaiting_replacement += self.left_out
         self.left_out = ()
 
@@ -239,13 +247,13 @@ class WorkerRegistry(ObservedState):
         return replace(self.limits, min=max(1, least)) if self.left_out else self.limits
 
     def remove(self, worker: int) -> None:
-        """It is about to be ended on purpose."""
+        """Removes a worker that is about to be ended on purpose."""
         self._alive.pop(worker, None)
         self._invalidate()
 
     def select_members(self) -> Selected | None:
-        """The members of the next generation as of now; None if there are too few workers. Called
-        often, and cached until an input changes."""
+        """Returns the members of the next generation as of now; None if there are too few workers.
+        Called often, and cached until an input changes."""
         limits = self.present_limits
         members = self.members
         draining = self.leaving_nodes
@@ -256,8 +264,8 @@ class WorkerRegistry(ObservedState):
         return self._selection[1]
 
     def _candidates(self) -> tuple[WorkerInfo, ...]:
-        """The ready workers. Where functions were called before their generation, which is of a
-        certain size, without workers that came later; unless there are too few."""
+        """Returns the ready workers. If functions were called before their generation, which has a
+        certain size, workers that came later are left out, unless there are too few."""
         ahead = [worker for worker, call in self.calls.items() if call.is_ahead]
         if self._alive.keys().isdisjoint(ahead):  # the usual case
             return self.ready
@@ -270,6 +278,8 @@ class WorkerRegistry(ObservedState):
 
 
 def _with_shared_texts(worker: WorkerInfo) -> WorkerInfo:
-    """The same, with texts that workers of a node share: lists of workers are pickled."""
-    node_id, node, ip = intern(worker.node_id), intern(worker.node), intern(worker.ip)
-    return replace(worker, node_id=node_id, node=node, ip=ip)
+    """Returns the worker with texts that the workers of a node share, because lists of workers are
+    pickled."""
+    return replace(
+        worker, node_id=intern(worker.node_id), node=intern(worker.node), ip=intern(worker.ip)
+    )

@@ -31,23 +31,26 @@ class PinnedStep:
 
 
 class PinnedSteps:
-    """Which steps are pinned in the vaults, and up to which they may be released. Pure.
+    """The steps that are pinned in the vaults, and the step up to which pins may be released. Pure.
 
-    They are written one after another, in their order; none is released before.
+    Pinned steps are written one after another, in their order. No step is released before it is
+    written.
     """
 
     def __init__(self) -> None:
         # Keys are (generation, step); values are ranks' messages and nodes.
         self._incomplete: dict[tuple[int, int], dict[int, tuple[Pinned, str]]] = {}
         self.writing: deque[PinnedStep] = deque()
-        """Until `complete`, the oldest first."""
+        """Steps to be written, until `complete`; the oldest first."""
         self._resumed = (0, 0)
-        self._passed = 0  # of that generation: see `resume`
+        self._passed = 0  # of the resumed generation: see `resume`
         self._oldest = 1  # the pins of earlier generations are released
 
     def add_rank(self, message: Pinned, node_id: str, world_size: int) -> PinnedStep | None:
-        """Returns the pinned step that this message completes, if any, which is to be written."""
-        generation, step = key = (message.generation, message.step)
+        """Adds the pin of one rank. Returns the step that it completes, if any, which is to be
+        written."""
+        generation, step = message.generation, message.step
+        key = (generation, step)
         if key <= self._resumed:
             return None
         ranks = self._incomplete.setdefault(key, {})
@@ -70,10 +73,13 @@ class PinnedSteps:
     def resume(
         self, held: Iterable[StoredSlot], generation: int, world_size: int
     ) -> tuple[PinnedStep | None, int]:
-        """The newest step that all ranks of a lost controller's generation have pinned, which is to
-        be written; messages about it, and about older ones, may still come. And the step up to
-        which pins may be released: those that some ranks have passed without the others. They are
-        released with the step that is written, if there is one."""
+        """Returns the newest step that all ranks of a lost controller's generation have pinned,
+        which is to be written, and the step up to which pins may be released.
+
+        Messages about this step, and about older ones, may still come. Steps that only some of the
+        ranks have pinned, and all ranks have passed, are released together with the step that is
+        written, if there is one.
+        """
         newest: defaultdict[int, int] = defaultdict(int)
         by_step: defaultdict[int, dict[int, StoredSlot]] = defaultdict(dict)
         for stored in held:
@@ -84,7 +90,8 @@ class PinnedSteps:
                     by_step[slot.step][slot.rank] = stored
         passed = min(newest.values(), default=0) if len(newest) == world_size else 0
         whole = [step for step, ranks in by_step.items() if len(ranks) == world_size]
-        self._passed = max((it for it in by_step if it <= passed and it not in whole), default=0)
+        incomplete = [step for step in by_step if step <= passed and step not in whole]
+        self._passed = max(incomplete, default=0)
         if not whole:
             return None, self._passed
         step = max(whole)
@@ -99,16 +106,16 @@ class PinnedSteps:
         return self.writing[-1], 0
 
     def complete(self, pin: PinnedStep) -> tuple[int, int]:
-        """A pin is written, or given up. Returns the generation and the step up to which pins may
-        be released."""
+        """Records that a pin is written, or given up. Returns the generation and the step up to
+        which pins may be released."""
         self.writing.remove(pin)
         passed = self._passed if pin.generation == self._resumed[0] else 0
         return pin.generation, max(pin.step, passed)
 
     def release_older(self, generation: int) -> bool:
-        """A step of a generation is finished. Returns whether the pins of earlier generations,
-        useless from now on, may be released, which they are: once, when none of them is being
-        written."""
+        """Records that a step of a generation is finished, which makes the pins of earlier
+        generations useless. Returns True once, when none of these is being written: then they are
+        released."""
         for key in [key for key in self._incomplete if key[0] < generation]:
             del self._incomplete[key]
         is_written = not self.writing or self.writing[0].generation >= generation

@@ -27,8 +27,8 @@ class ResourceRequest:
     """The job's request: `min_workers` to `max_workers` workers with `cpus` and `gpus` each.
 
     Args:
-        threads: compute threads of each; 0: its node's CPUs / the node's GPUs.
-        env: environment variables of each, besides those of its node.
+        threads: compute threads of each worker; 0: the node's CPUs divided by the node's GPUs.
+        env: environment variables of each worker, besides those of its node.
     """
 
     min_workers: int
@@ -54,7 +54,7 @@ class Capacity:
 
     @property
     def text(self) -> str:
-        """`2 CPUs and 1 GPU`, without what there is none of."""
+        """`2 CPUs and 1 GPU`, without a resource of which there is none."""
         amounts = (("CPU", self.cpus), ("GPU", self.gpus))
         parts = [f"{number:g} {kind}{'s' * (number != 1)}" for kind, number in amounts if number]
         return " and ".join(parts)
@@ -76,7 +76,7 @@ def cluster_too_small_error(
     waited_s: float,
     missing: str = "",
 ) -> JobFailedError:
-    """The error for a cluster that is too small for `min_workers`; `missing` is what
+    """Returns the error for a cluster that is too small for `min_workers`; `missing` is what
     `missing_resources` returns, if that was waited for."""
     each = f"{need.cpus:g} CPU" + (f" and {need.gpus:g} GPU" if need.gpus else "")
     cpus, gpus = sum(node.cpus for node in nodes), sum(node.gpus for node in nodes)
@@ -101,10 +101,11 @@ def missing_resources(
     workers: int,
     jobs: Mapping[str, Capacity],
 ) -> str:
-    """The resources that a job waits for, and their holders: `2 CPUs: held by job a (2 CPUs)`.
+    """Returns the resources that a job waits for, and their holders: `2 CPUs: held by job a (2
+    CPUs)`.
 
     Args:
-        workers: those that have their resources.
+        workers: number of workers that have their resources.
         jobs: what each other job of the cluster holds.
     """
     missing = need.min_workers - workers
@@ -144,11 +145,11 @@ class CallState(StrEnum):
     """The state of the call of a training function."""
 
     RUNNING = "running"
-    """In a generation; or it has ended."""
+    """The function runs in a generation, or has ended."""
     PREPARING = "preparing"
     """Called before its generation, and on its way to where it needs the training state."""
     PREPARED = "prepared"
-    """Waits there for its generation."""
+    """Waits for its generation where it needs the training state."""
     WAITING = "waiting"
     """Waits in its loop for the next generation."""
 
@@ -160,8 +161,8 @@ class FunctionCall(NamedTuple):
     """The call of the training function in a worker's process. There is one in each process.
 
     Args:
-        rank, world_size, generation: with which it was called, or is to begin.
-        keeps_rank: where it waits in its loop: whether it continues only with the same rank and
+        rank, world_size, generation: with which the function was called, or is to begin.
+        keeps_rank: whether a function that waits in its loop continues only with the same rank and
             number of ranks.
     """
 
@@ -186,11 +187,11 @@ class FunctionCall(NamedTuple):
         return self.is_ahead or (self.is_waiting and self.keeps_rank)
 
     def fits(self, rank: int, world_size: int) -> bool:
-        """Whether the function can continue with that rank of so many."""
+        """Returns whether the function can continue with this rank and number of ranks."""
         return not self.is_bound or (self.rank, self.world_size) == (rank, world_size)
 
     def come_to(self, state: CallState, *, keeps_rank: bool = False) -> FunctionCall:
-        """The same call in another state."""
+        """Returns the same call in another state."""
         return FunctionCall(self.rank, self.world_size, self.generation, state, keeps_rank)
 
 
@@ -201,7 +202,7 @@ def assign_ranks(
     nodes: Sequence[str] = (),
     replicas: int = 0,
 ) -> dict[int, RankAssignment]:
-    """Returns the ranks by worker, in their order.
+    """Returns the assignments by worker, in the order of the ranks.
 
     A worker keeps the rank with which its training function was entered, if there is such a rank:
     the function may have stored it, and the worker's part of the state stays where it is. Each
@@ -213,8 +214,8 @@ def assign_ranks(
         vaults: addresses by node.
         calls: by worker; each rank once.
         nodes: by rank, the nodes of the previous generation.
-        replicas: of each rank's state: on so many of the next nodes of the ring, which is in rank
-            order, or on all others.
+        replicas: number of replicas of each rank's state: on the next nodes of a ring in rank
+            order, or on all other nodes if there are fewer.
     """
     entered = {worker: call.rank for worker, call in (calls or {}).items()}
     world_size = len(workers)
@@ -256,8 +257,8 @@ def misplaced(
     assignments: Mapping[int, RankAssignment],
     calls: Mapping[int, FunctionCall],
 ) -> list[int]:
-    """The workers whose functions cannot continue with their new ranks: those that continue only
-    with the rank and the number of ranks with which they were called, and have another now."""
+    """Returns the workers whose functions cannot continue with their new ranks: functions that
+    continue only with the rank and the number of ranks of their call, and have other ones now."""
     return [
         worker
         for worker, assignment in assignments.items()
@@ -268,9 +269,10 @@ def misplaced(
 def preferred_nodes(
     count: int, need: ResourceRequest, free: Mapping[str, Capacity], in_use: Collection[str]
 ) -> list[str | None]:
-    """The preferred node of each of `count` new reservations; None where no node has room.
+    """Returns the preferred node of each of `count` new reservations; None where no node has room.
 
-    Preferences only: by the time a reservation is made its node may be full, and another is used.
+    These are only preferences: by the time a reservation is made its node may be full, and another
+    is used.
 
     Args:
         free: free resources by node id.
@@ -283,8 +285,8 @@ def preferred_nodes(
 
 
 def spare_cores(workers: Iterable[WorkerInfo], cpus: float) -> tuple[str, int]:
-    """The node with the fewest cores for each of its workers, and that number; none, and 0, if it
-    is not more than each has."""
+    """Returns the node with the fewest cores for each of its workers, and that number; `("", 0)` if
+    the number is not more than `cpus`."""
     nodes = Counter((worker.node, worker.cores) for worker in workers)
     share, node = min((cores // count, node) for (node, cores), count in nodes.items())
     return (node, share) if share > cpus else ("", 0)
@@ -299,7 +301,8 @@ QUARANTINE_FAULTS = 3
 def restart_backoff_s(
     faults: Sequence[Fault], node_id: str, window_s: float, now_s: float
 ) -> float:
-    """Start delay of a replacement on that node: 0 for its first fault, then 1, 2, 4 ... 60."""
+    """Returns the start delay of a replacement on that node: 0 for its first fault, then 1, 2, 4
+    ... 60."""
     count = count_hardware_faults(faults, node_id, window_s, now_s)
     return 0.0 if count <= 1 else min(MAX_BACKOFF_S, 2.0 ** (count - 2))
 
@@ -311,10 +314,11 @@ def quarantined_nodes(
     now_s: float,
     unhealthy: frozenset[str] = frozenset(),
 ) -> frozenset[str]:
-    """The nodes to avoid: those that keep failing, and `unhealthy` ones; none if that would leave
-    no node of the job."""
+    """Returns the nodes to avoid: those that keep failing, and `unhealthy` ones; none if that would
+    leave no node of the job."""
     all_nodes = frozenset(nodes)
-    counts = Counter(it.worker.node_id for it in incidents(faults, LOSS_CAUSES, now_s - window_s))
+    recent = incidents(faults, LOSS_CAUSES, now_s - window_s)
+    counts = Counter(fault.worker.node_id for fault in recent)
     failing = (node for node, count in counts.items() if count >= QUARANTINE_FAULTS)
     bad = all_nodes.intersection(failing) | unhealthy
     return bad if all_nodes - bad else frozenset()
@@ -323,7 +327,8 @@ def quarantined_nodes(
 def count_hardware_faults(
     faults: Sequence[Fault], node_id: str, window_s: float, now_s: float
 ) -> int:
-    """Hardware faults of a node, without failed collectives: those do not point to a node."""
+    """Returns the number of hardware faults of a node, without failed collectives, which do not
+    point to a node."""
     return sum(
         fault.worker.node_id == node_id
         for fault in incidents(faults, LOSS_CAUSES, now_s - window_s)

@@ -28,8 +28,8 @@ class CheckpointRef:
 
 @dataclass(frozen=True)
 class FromWorkers:
-    """These workers' memories hold the complete state of `step`, to be copied into their vaults: in
-    their engines, or in copies of lost vaults."""
+    """The complete state of `step` in these workers' memories: in their engines, or in copies of
+    lost vaults. It is to be copied into the workers' vaults."""
 
     step: int
     workers: tuple[int, ...]
@@ -41,8 +41,8 @@ class Excluded:
     the load reported.
 
     Args:
-        copied: of the slots, those that were copied from memory: if they cannot be loaded either,
-            memory has nothing better.
+        copied: slots that were copied from memory. If they cannot be loaded either, memory has
+            nothing better.
     """
 
     versions: set[tuple[int, int]] = field(default_factory=set)
@@ -55,7 +55,8 @@ class Excluded:
             self.checkpoints[restore.step] = problem
 
     def copied_again(self, restore: Restore) -> None:
-        """The slots have been copied from memory, where they may have been lost with a vault."""
+        """Allows these slots again: they have been copied from memory, after they may have been
+        lost with a vault."""
         versions = {(slot.generation, slot.step) for slot in restore.slots}
         self.versions -= versions
         self.copied |= versions
@@ -67,14 +68,12 @@ def select_recovery_step(
     stored: CheckpointRef | None,
     excluded: Excluded,
 ) -> Restore | FromWorkers | None:
-    """The newest step; of sources of the same step, the fastest: vaults, workers, checkpoint.
+    """Returns the newest step; of sources of the same step, the fastest: vaults, workers,
+    checkpoint. Returns None if there is no state: a fresh start.
 
     Args:
         in_process: the states in the memory of the workers that have left a generation. Those that
             are cut for the same generation belong together.
-
-    Returns:
-        None if there is no state: a fresh start.
     """
     sources: list[Restore | FromWorkers] = []
     cuts: defaultdict[tuple[int, int], dict[int, InProcessStateInfo]] = defaultdict(dict)
@@ -82,16 +81,16 @@ def select_recovery_step(
         cuts[state.generation, state.world_size][worker] = state
     for (generation, world_size), states in cuts.items():
         found = [
-            FromWorkers(it.step, (worker,))
-            for worker, it in states.items()
-            if it.step is not None and it.whole
+            FromWorkers(state.step, (worker,))
+            for worker, state in states.items()
+            if state.step is not None and state.whole
         ]
         if len(states) == world_size:
             # Some ranks may have ended a step that others were interrupted in.
             common = set[int].intersection(*(state.steps for state in states.values()))
             found += [FromWorkers(step, tuple(states)) for step in common]
         useless = excluded.versions & excluded.copied
-        sources += [it for it in found if (generation, it.step) not in useless]
+        sources += [source for source in found if (generation, source.step) not in useless]
     if (restore := newest_stored(held, stored, excluded)) is not None:
         sources.insert(0 if restore.slots else len(sources), restore)
     # `max` returns the first of equals.
@@ -101,7 +100,8 @@ def select_recovery_step(
 def newest_stored(
     held: Sequence[StoredSlot], stored: CheckpointRef | None, excluded: Excluded
 ) -> Restore | None:
-    """The newest step that the vaults or a checkpoint hold; of the same step the vaults'."""
+    """Returns the newest step that the vaults or a checkpoint hold; the vaults win for the same
+    step."""
     newest = newest_complete_in_vaults(held, excluded.versions)
     if stored is None or stored.step in excluded.checkpoints:
         return newest
@@ -113,7 +113,7 @@ def newest_stored(
 def newest_complete_in_vaults(
     held: Iterable[StoredSlot], excluded_versions: Collection[tuple[int, int]] = ()
 ) -> Restore | None:
-    """The newest version of which all ranks are held; originals before replicas.
+    """Returns the newest version of which all ranks are held; originals before replicas.
 
     Counts first and sorts only the slots of the result: there may be thousands per version.
     """

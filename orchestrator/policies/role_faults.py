@@ -15,16 +15,17 @@ from rayzero.orchestrator.policies.failure import (
 )
 
 EQUAL_FAULTS = 3
-"""A function that raises the same exception so many times in a row raises it again."""
+"""A function that raises the same exception this many times in a row will raise it again."""
 
 
 def decide(role: str, faults: Sequence[Fault], budget: FaultBudget) -> RayzeroError | None:
-    """The error that fails the job; None if the worker is started again.
+    """Returns the error that fails the job; None if the worker is started again.
 
     Args:
-        role: its name.
-        faults: of the role's workers so far, the newest last; at least one. Their ranks are the
-            workers' numbers in the role, their steps what these had finished.
+        role: the name of the role.
+        faults: the faults of the role's workers so far, the newest last; at least one. A fault's
+            rank is the worker's number in the role, its step is the last one that the worker
+            finished.
         budget: `roles.NAME.recovery`.
     """
     newest = faults[-1]
@@ -33,7 +34,7 @@ def decide(role: str, faults: Sequence[Fault], budget: FaultBudget) -> RayzeroEr
         return JobConfigError(detail, traceback=newest.traceback)
     if newest.cause is FaultCause.PREEMPTED:
         return None
-    last = [(it.cause, it.detail.partition(":")[0]) for it in faults[-EQUAL_FAULTS:]]
+    last = [(fault.cause, fault.detail.partition(":")[0]) for fault in faults[-EQUAL_FAULTS:]]
     raised = newest.cause in USER_CODE_CAUSES
     if raised and len(last) == EQUAL_FAULTS and len(set(last)) == 1:
         return JobFailedError(
@@ -42,7 +43,8 @@ def decide(role: str, faults: Sequence[Fault], budget: FaultBudget) -> RayzeroEr
             traceback=newest.traceback,
         )
     causes = USER_CODE_CAUSES if raised else HARDWARE_CAUSES
-    recent = [it for it in faults if it.cause in causes and it.at_s > newest.at_s - budget.window_s]
+    since_s = newest.at_s - budget.window_s
+    recent = [fault for fault in faults if fault.cause in causes and fault.at_s > since_s]
     if len(recent) <= budget.max_faults:
         return None
     return JobFailedError(
@@ -55,7 +57,7 @@ def decide(role: str, faults: Sequence[Fault], budget: FaultBudget) -> RayzeroEr
 
 
 def describe_worker(role: str, fault: Fault) -> str:
-    """`rollout 1 on node a (pid 7)`"""
+    """Returns `rollout 1 on node a (pid 7)`."""
     worker = fault.worker
     pid = f" (pid {worker.pid})" if worker.pid else ""  # none: it did not start
     return f"{role} {fault.rank} on node {worker.node}{pid}"
@@ -64,11 +66,11 @@ def describe_worker(role: str, fault: Fault) -> str:
 def too_few_error(
     role: str, ready: int, least: int, waited_s: float, returned: int
 ) -> JobFailedError:
-    """The error of a role that had less than the least number of workers for too long."""
+    """Returns the error of a role that had fewer than the least number of workers for too long."""
     ended = f"; in {returned} more the function has returned" if returned else ""
     return JobFailedError(
-        f"role {role} has {ready} of at least {least} workers, and had not more for {waited_s:g} s"
-        f"{ended}",
+        f"role {role} has {ready} of at least {least} workers, and has had too few for "
+        f"{waited_s:g} s{ended}",
         allowed=f"at least {least} (roles.{role}.workers.min)",
         fix=f"roles.{role}.workers.min or .start_timeout_s in the job file, or the size of the "
         "cluster",

@@ -29,10 +29,10 @@ class _WorkerSamples:
         self.compute_s: deque[float] = deque(maxlen=WINDOW_STEPS)
         self.shares_per_s: deque[float] = deque(maxlen=WINDOW_STEPS)
         self.median_s: float | None = None
-        """Of `compute_s`, once there are enough steps."""
+        """The median of `compute_s`, once there are enough steps."""
         self.steps = 0
         self.turn = 0
-        """The last one in which it was compared."""
+        """The last turn in which the worker was compared."""
         self.slow = False
         self.contrary_looks = 0
         """Number of comparisons in a row that contradict `slow`."""
@@ -55,10 +55,11 @@ class SpeedTracker:
         self._turn = 0
         self._medians_s: list[float] = []
         """The medians of all workers when the turn began, in order. A turn ends when a worker is
-        compared for the second time: so thousands of workers sort them once in `_LOOK_STEPS`."""
+        compared for the second time, so the medians of thousands of workers are sorted only once in
+        `_LOOK_STEPS` steps."""
 
     def start_generation(self, members: tuple[int, ...]) -> None:
-        """A generation of these workers, by rank, begins. Workers that stay keep their state, but
+        """Begins a generation of these workers, by rank. Workers that stay keep their state, but
         times are measured anew because the split of the samples may have changed."""
         for worker in self._workers.keys() - set(members):
             del self._workers[worker]
@@ -68,8 +69,9 @@ class SpeedTracker:
         self._begin_turn()
 
     def add_step(self, worker: int, compute_s: float) -> str:
-        """A worker of this generation finished a step, for whose even share it takes `compute_s`.
-        Returns a message if it became steadily slow, or fast again, else "".
+        """Adds a step that a worker of this generation finished. `compute_s` is the time that the
+        worker takes for an even share. Returns a message if the worker became steadily slow, or
+        fast again, else "".
 
         A step without a compute time was not measured, and is skipped.
         """
@@ -100,7 +102,8 @@ class SpeedTracker:
         self._medians_s = sorted(median_s for median_s in medians_s if median_s is not None)
 
     def shares_per_s(self, workers: Sequence[int]) -> tuple[float | None, ...]:
-        """Even shares of a step per compute second; None for a worker with too few steps."""
+        """Returns how many even shares of a step each worker computes per second; None for a worker
+        with too few steps."""
         records = (self._workers.get(worker) for worker in workers)
         return tuple(
             median(record.shares_per_s)
@@ -111,10 +114,11 @@ class SpeedTracker:
 
 
 def _median_without(ordered: Sequence[float], own: float | None) -> float | None:
-    """The median of numbers in order, without one of them, `own`; None if no other is left."""
+    """Returns the median of sorted numbers, without one of them, `own`; None if no other is
+    left."""
     count = len(ordered) - (own is not None)
     if count == 0:
         return None
     skipped = count if own is None else bisect_left(ordered, own)
-    low, high = (ordered[it + (it >= skipped)] for it in ((count - 1) // 2, count // 2))
-    return (low + high) / 2
+    low, high = (count - 1) // 2, count // 2  # indices without `own`
+    return (ordered[low + (low >= skipped)] + ordered[high + (high >= skipped)]) / 2

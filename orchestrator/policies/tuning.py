@@ -1,4 +1,5 @@
-"""Which stage and micro-batch `rayzero launch --autotuning` tries next, and which was best."""
+"""Chooses the stage and micro-batch that `rayzero launch --autotuning` tries next, and the best
+try."""
 
 from __future__ import annotations
 
@@ -25,14 +26,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class TryResult:
-    """How a try ended.
+    """The result of a try.
 
     Args:
         step_s: the mean over the timed steps; None if it failed.
         global_batch: samples of a step over all ranks.
         flops_per_s, peak_bytes: of a rank; None if not known, as on a CPU.
         input_shape: of the first tensor that the model got.
-        failure: why it has no numbers.
+        failure: why the try has no numbers.
     """
 
     candidate: Candidate
@@ -57,7 +58,7 @@ class ScriptFacts:
         stage_bytes: what a rank holds between two steps, by each stage to try.
         device_bytes: of a rank's device; None on a CPU.
         unit_batch: samples of a step, over all ranks, for a micro-batch of one.
-        global_batch: that of the config; None if it follows from the micro-batch.
+        global_batch: the config's; None if it follows from the micro-batch.
     """
 
     stage_bytes: Mapping[int, int]
@@ -67,8 +68,8 @@ class ScriptFacts:
 
 
 class Tuner:
-    """Chooses the tries, one after another. Stages are in the order of their communication, which
-    is that of their speed where all fit; a stage's micro-batches grow by doubling."""
+    """Chooses the tries, one after another. Stages are tried in the order of their communication,
+    which is the order of their speed if all fit. A stage's micro-batches grow by doubling."""
 
     def __init__(self, settings: AutotuningConfig, facts: ScriptFacts) -> None:
         self._settings = settings
@@ -77,14 +78,19 @@ class Tuner:
         self.results: list[TryResult] = []
 
     def next(self) -> Candidate | None:
-        """The next try; None if there is none, or the last ones were not better."""
+        """Returns the next try; None if there is none, or the last ones were not better."""
         settings, best = self._settings, self.best
         since = 0 if best is None else len(self.results) - 1 - self.results.index(best)
         if len(self.results) >= settings.tuner_num_trials or since >= settings.tuner_early_stopping:
             return None
         tried = {result.candidate for result in self.results}
         stages = sorted(self._facts.stage_bytes)
-        left = [it for stage in stages for it in self._of_stage(stage) if it not in tried]
+        left = [
+            candidate
+            for stage in stages
+            for candidate in self._of_stage(stage)
+            if candidate not in tried
+        ]
         if left and settings.tuner_type == "random":
             return self._random.choice(left)
         return left[0] if left else None
@@ -94,7 +100,7 @@ class Tuner:
         config's micro-batch, or the metric is not known."""
         if self._settings.metric == "flops" and result.step_s and result.flops_per_s is None:
             raise ConfigError(
-                "autotuning.metric is flops, and the device's peak is not known: none are counted",
+                "autotuning.metric is flops, which are not counted: the device's peak is not known",
                 allowed="throughput, latency",
                 fix="autotuning.metric, or rayzero.peak_flops",
             )
@@ -118,21 +124,21 @@ class Tuner:
     def _score(self, result: TryResult) -> float:
         if self._settings.metric == "latency":
             return -(result.step_s or 0.0)
-        return (
-            result.samples_per_s
-            if self._settings.metric == "throughput"
-            else (result.flops_per_s or 0.0)
-        )
+        if self._settings.metric == "throughput":
+            return result.samples_per_s
+        return result.flops_per_s or 0.0
 
     def _of_stage(self, stage: int) -> list[Candidate]:
-        """The micro-batches of a stage that fit, as far as is known by now."""
+        """Returns the micro-batches of a stage that fit, as far as is known by now."""
         settings, facts = self._settings, self._facts
-        full = {it.candidate for it in self.results if it.out_of_memory}
+        too_large = {result.candidate for result in self.results if result.out_of_memory}
         limit, sample_bytes = facts.device_bytes, self._sample_bytes()
         sizes, size = list[int](), settings.min_train_micro_batch_size_per_gpu
         while size <= settings.max_train_micro_batch_size_per_gpu:
             needed = facts.stage_bytes[stage] + (sample_bytes or 0.0) * size
-            if Candidate(stage, size) in full or (limit and needed > USABLE_FRACTION * limit):
+            if Candidate(stage, size) in too_large:
+                break
+            if limit and needed > USABLE_FRACTION * limit:
                 break
             batch = size * facts.unit_batch
             total = facts.global_batch or batch
@@ -142,14 +148,15 @@ class Tuner:
             size *= 2
         count = settings.num_tuning_micro_batch_sizes
         chosen = sizes[:count] if sample_bytes is None else sizes[-count:]
-        return [Candidate(stage, it) for it in chosen]
+        return [Candidate(stage, size) for size in chosen]
 
     def _sample_bytes(self) -> float | None:
-        """A sample's activations by the measured peaks; None before the first."""
+        """Returns the bytes of a sample's activations, from the measured peaks; None before the
+        first."""
         held = self._facts.stage_bytes
         measured = [
-            (it.peak_bytes - held[it.candidate.stage]) / it.candidate.micro_batch
-            for it in self.results
-            if it.peak_bytes is not None and it.candidate.stage in held
+            (result.peak_bytes - held[result.candidate.stage]) / result.candidate.micro_batch
+            for result in self.results
+            if result.peak_bytes is not None and result.candidate.stage in held
         ]
         return max(0.0, min(measured)) if measured and self._facts.device_bytes else None

@@ -22,7 +22,8 @@ class LastRun:
     """The last run of a job's name, which has ended.
 
     Args:
-        differences: of this job, in what determines what is trained: `key: old -> new`.
+        differences: keys of the job file in which this job differs from the last run, and which
+            determine what is trained: `key: old -> new`.
     """
 
     state: str
@@ -35,8 +36,8 @@ class LastRun:
 
 
 class EqualLosses:
-    """Finds ranks that train on the same samples, or random numbers: their losses are equal to the
-    last bit.
+    """Finds ranks that train on the same samples, or on the same random numbers: their losses are
+    equal to the last bit.
 
     An engine reports its rank's own loss (`rank_loss`) in the first steps after its start only.
     """
@@ -82,7 +83,8 @@ HOW_TO_TRAIN = (
 
 
 def nothing_left(found: CheckpointRef, target: int | None) -> str:
-    """The warning before a run that starts from a checkpoint of its last step; else empty."""
+    """Returns the warning before a run that starts from a checkpoint of its last step; else an
+    empty text."""
     if target is None or found.step < target:
         return ""
     return (
@@ -109,7 +111,7 @@ def check_trained(
         last: the run whose checkpoint this one may continue from.
 
     Returns:
-        The error that it ends with, the text of a warning, or None.
+        The error that the run ends with, the text of a warning, or None.
     """
     done = progress.steps
     if progress.steps_executed and progress.steps_skipped == progress.steps_executed:
@@ -141,8 +143,9 @@ def check_trained(
 def _nothing_trained(
     done: int, *, launched: bool, last: LastRun | None
 ) -> RayzeroError | str | None:
-    """A run that continued from `done` steps and trained none. What differs from the last run would
-    have given other weights; a script may also have been started to evaluate."""
+    """Returns the error or the warning for a run that continued from `done` steps and trained none.
+    It is an error if the job differs from a successful last run, because the differences had no
+    effect; but not for a script, which may have been started to evaluate."""
     seen = f"no step was trained: the job had finished its {done} steps before"
     instead = "more steps or epochs, --restart (restart=True), or another name"
     differences = () if last is None else last.differences

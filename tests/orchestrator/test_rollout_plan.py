@@ -46,7 +46,7 @@ def test_plan_of_a_chain():
         ({"roles": {"a": GENERATE, "b": GENERATE}}, "roles a and b both take prompts"),
         (
             {"roles": {"a": GENERATE | {"takes": "b"}, "b": GENERATE | {"takes": "a"}}},
-            "no role takes prompts, from which a, b would have tasks",
+            "no role takes prompts, so that a, b would have no tasks",
         ),
         ({"rollouts": None}, "the job has no rollouts"),
         ({"rollouts": {"group": 3}}, "train_batch_size is 16 samples, with 3 samples"),
