@@ -33,8 +33,8 @@ class BlockSource(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the files, counts and columns: it changes with each of them. It is in the
-        training state, and is compared when that is loaded."""
+        """Identifies the data: a string that changes with the files, counts or columns. It is part
+        of the training state, and is compared when that is loaded."""
         ...
 
 
@@ -43,7 +43,7 @@ def describe_block(source: BlockSource, block: int) -> str:
 
 
 def check_source(given: Any, call: str) -> None:
-    """Raises ConfigError if a call got something else than a source."""
+    """Raises ConfigError if a call got something other than a source."""
     if not all(hasattr(given, name) for name in ("name", "counts", "read", "describe")):
         raise ConfigError(
             f"{call} got a {type(given).__name__}",
