@@ -1,4 +1,4 @@
-"""The interface of what a loader reads, samples by position, and a map-style dataset as one."""
+"""The interface of a source of samples by position, and the source of a map-style dataset."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ The order is a function of (seed, epoch, sample cursor) in O(1) memory. An epoch
 network (Luby and Rackoff 1988) over the smallest domain of an even number of bits that holds n,
 with cycle walking (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains") to stay
 inside [0, n): values outside are enciphered again, four passes on average in the worst case. Keys
-and rounds are mixed by the finaliser of splitmix64 (Steele, Lea and Flood 2014). A good shuffle,
-not cryptography.
+and rounds are mixed by the finaliser of splitmix64 (Steele, Lea and Flood 2014). This is a good
+shuffle, not cryptography.
 
 The global batch is constant at every world size. A step's samples are split over the ranks in
 contiguous ranges, evenly or by given shares, and a rank's range evenly over its micro-steps. Every

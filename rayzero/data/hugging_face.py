@@ -117,8 +117,8 @@ class HfShards:
             raise DataError("the dataset has no rows", "one row or more", "choose another split")
 
     def read(self, block: int) -> pa.Table:
-        """All rows of a shard. If it has become longer, some more rows, so that the caller, who
-        counts them, sees it. Thread-safe. Raises DataError that names shard and row."""
+        """All rows of a shard; more rows than were counted if the shard has become longer, which
+        the caller refuses. Thread-safe. Raises DataError that names shard and row."""
         parts = list(self._read_parts(int(self._shards[block]), int(self.counts[block])))
         table = pa.concat_tables(parts, promote_options="permissive") if parts else pa.table({})
         return table.replace_schema_metadata()

@@ -4,6 +4,6 @@
 which row is at a position; `cache.py` reads blocks ahead; `rows.py` makes samples and batches of
 their rows; `source.py` is the source of a `StepLoader`. `packing.py` makes sequences of documents,
 `mapping.py` tokens of texts; `kept_tables.py` keeps indices and made blocks. `readers.py`,
-`reader_order.py` and `iterable_source.py` are the same for iterables, which have no blocks.
+`reader_order.py` and `iterable_source.py` do the same for iterables, which have no blocks.
 Only `rows.py`, and what imports it, imports torch. This file imports nothing.
 """

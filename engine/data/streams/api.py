@@ -126,8 +126,8 @@ def iterable(
     read_timeout_s: float = _READ_TIMEOUT_S,
 ) -> IterableStream:
     """Makes training data of iterables. A fixed number of readers yield their rows in turn, at any
-    number of workers. Faults and resizes lose and double no row, if a reader yields the same rows
-    whenever it is made, also after `load_state_dict`.
+    number of workers. Faults and resizes neither lose nor repeat a row, if a reader yields the same
+    rows whenever it is made, also after `load_state_dict`.
 
     With `rows`, an epoch has each row once; if readers have different numbers of rows, those that
     still have some take turns. Without `rows`, a reader that ends begins again, and the loader's
@@ -144,7 +144,7 @@ def iterable(
             each reader. Or a dataset with `shard(num_shards, index)`, such as an `IterableDataset`
             of Hugging Face.
         readers: by default the dataset's number of shards; at most that.
-        rows: number of rows in an epoch, of each reader, or one number for all.
+        rows: number of rows of each reader in an epoch, or one number for all readers.
         snapshot_every: rows of a reader between two snapshots of its state, which are part of the
             training state.
         transform: makes a sample of a row, in the thread that reads ahead, or in

@@ -27,7 +27,7 @@ CHECK_INTERVAL_S = 0.2
 READ_FACTOR = 4
 """How many times a block is in memory while it is read: bytes of the file, pages, columns."""
 KEPT_BYTES = 128 << 20
-"""The most freed memory that Arrow's usual pool, mimalloc, keeps of a thread that reads one block
+"""The most freed memory that Arrow's usual pool, mimalloc, keeps for a thread that reads one block
 after another. Measured: 24 to 113 MiB, with blocks of 8 and 66 MiB."""
 _KEPT_SHARE = 1 / 4
 _POOL_VARIABLE = "ARROW_DEFAULT_MEMORY_POOL"
@@ -59,7 +59,7 @@ class BlockCache:
     At most `threads` threads read blocks; one more reads a block that a reader waits for. Such
     blocks are read first, then planned ones, as long as they fit. A thread ends when there is
     nothing to read, as after `close`. A block stays in memory until another one needs its room:
-    blocks that are not in use are dropped first, the longest unused of them first.
+    blocks that are not in use are dropped first, the least recently used of them first.
 
     Args:
         limit_bytes: the most memory for all blocks. It includes blocks that are being read, by
@@ -83,7 +83,7 @@ class BlockCache:
         self._timeout_s = timeout_s
         # The lock of all attributes below.
         self._changed = threading.Condition()
-        self._blocks: OrderedDict[Key, BlockInMemory] = OrderedDict()  # the longest unused first
+        self._blocks: OrderedDict[Key, BlockInMemory] = OrderedDict()  # least recently used first
         self._errors: dict[Key, Exception] = {}
         self._reading: dict[Key, int] = {}  # blocks that are being read, with the estimated bytes
         self._wanted: list[Key] = []  # blocks that a reader waits for, and nobody reads yet

@@ -12,7 +12,7 @@ from rayzero.engine.errors import DataError
 
 def check_identity(saved: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Raises DataError if the training state was trained on a stream of another order. Both
-    mappings have the values by the names that the error uses."""
+    mappings have the values under the names that the error uses."""
     for name in [*saved, *now]:
         if saved.get(name) != now.get(name):
             raise DataError(

@@ -85,8 +85,8 @@ class IterableSource(SampleSource):
         self._last: _KeptRow | None = None  # the row that was read last
         self._uses = Counter[str]()  # of rows, counted by the loader's thread
         self._taken_uses = Counter[str]()
-        # By reader, in ascending order. The first one is the newest from which the rows of a step
-        # can be read again that is lost after it has ended.
+        # By reader, in ascending order. A step may be lost after it has ended: the first snapshot
+        # is the newest one before the rows of that step.
         self._snapshots: dict[int, tuple[Snapshot, ...]] = {}
         register(STATE_NAME, self._get, self._set)
 

@@ -78,8 +78,8 @@ class Cycle:
 
 
 def _whole_weights(weights: Sequence[float]) -> list[int]:
-    """Returns the weights as integers without a common divisor; their sum is a period, or rounded
-    to the longest period."""
+    """Returns the weights as integers without a common divisor, whose sum is the period. Rounds
+    them if their period would be longer than the longest one."""
     parts = [Fraction(str(weight)) for weight in weights]
     if not parts or min(parts) < 0 or not sum(parts):
         raise ConfigError(

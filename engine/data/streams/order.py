@@ -198,8 +198,8 @@ class BlockOrder:
 
     def _compute_window(self, number: int) -> _Window:
         """Computes a window. The stride is the number of strata divided by the golden ratio, so any
-        run of positions is spread evenly over the strata: a source of a mixture may have more or
-        fewer rows in a step than strata."""
+        run of positions is spread evenly over the strata, also if a source of a mixture has more or
+        fewer rows in a step than there are strata."""
         epoch, within = divmod(number, self._windows)
         layout, first = self._epoch(epoch), within * self.window
         starts = layout.starts[first : first + self.window + 1]
@@ -252,8 +252,8 @@ class StreamOrder:
         self._piece = lru_cache(maxsize=_CACHED_PIECES)(self._compute_piece)
 
     def choose_part(self, first: int, last: int) -> None:
-        """Restricts what `places` computes to the samples from `first` to `last - 1` of each group,
-        as long as no other positions are asked for."""
+        """Announces that samples from `first` to `last - 1` of each group are read from now on.
+        `places` computes only these, and whole groups if another position is asked for."""
         self._part = range(first, last)
 
     def places(self, start: int, count: int) -> Places:

@@ -83,10 +83,9 @@ class StreamDataset(BlockStream, Dataset[Any]):
 
 
 class StreamSampler(DistributedSampler[Any]):
-    """Samples the positions of an epoch of a stream, in ascending order: of `num_replicas` ranks,
-    rank r gets r, r + num_replicas, r + 2 * num_replicas, ... After `set_epoch`, which Accelerate
-    and Trainer call by themselves, the positions are those of that epoch, in which the samples have
-    another order."""
+    """A sampler of the positions of one epoch of a stream, in ascending order: of `num_replicas`
+    ranks, rank r gets r, r + num_replicas, r + 2 * num_replicas, ... `set_epoch`, which Accelerate
+    and Trainer call by themselves, chooses the epoch. Each epoch has its own order of samples."""
 
     def __init__(self, stream: StreamDataset, num_replicas: int = 1, rank: int = 0) -> None:
         if isinstance(stream, BlockSource):

@@ -21,7 +21,7 @@ from rayzero.engine.data.sampling import Integers
 from rayzero.engine.errors import DataError
 
 ENDLESS_ROWS = 1 << 60
-"""Rows of all readers together in an epoch of readers that have no end."""
+"""Rows of all readers together in an epoch, if the readers have no end."""
 _CACHED_GROUPS = 4
 
 

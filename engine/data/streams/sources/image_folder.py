@@ -32,8 +32,8 @@ class ImageFolder(FileSource):
     the order of their names, a block would have the images of one label.
 
     Attributes:
-        classes: the names of the labels, sorted, as in torchvision's ImageFolder. The label of a
-            file is its folder at the top; of a file in no subfolder, the folder that it is in.
+        classes: the names of the labels, sorted, as in torchvision's ImageFolder. A file's label is
+            its top-level folder, or, if the file is in no subfolder, the folder that contains it.
     """
 
     def __init__(

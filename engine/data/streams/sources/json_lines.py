@@ -88,7 +88,7 @@ def _cut_lines(
 
 
 def _parse(content: memoryview, schema: pa.Schema | None) -> pa.Table:
-    """Parses all lines as one chunk: otherwise the types of the first chunk are those of all."""
+    """Parses all lines as one chunk: pyarrow takes the types of the first chunk for all chunks."""
     return pj.read_json(
         pa.BufferReader(content),
         read_options=pj.ReadOptions(use_threads=False, block_size=len(content) + 1),
@@ -104,7 +104,8 @@ def _with_texts(schema: pa.Schema) -> pa.Schema:
 
 
 def _as_text(kind: pa.DataType) -> pa.DataType:
-    """Returns the type with texts for times: pyarrow takes texts for times if all look like one."""
+    """Returns the type with strings for timestamps. pyarrow takes texts for timestamps if all of
+    them look like one, so the type would depend on the block."""
     if pa.types.is_timestamp(kind):
         return pa.string()
     if pa.types.is_list(kind):

@@ -81,8 +81,8 @@ def _slice(content: memoryview, place: tuple[int, int] | None) -> memoryview | N
 
 
 def _read_samples(stream: IO[bytes]) -> Iterator[_Sample]:
-    """Yields the samples of a tar. Raises ValueError for a damaged header, where tarfile would end
-    as at the end of the tar."""
+    """Yields the samples of a tar. Raises ValueError for a damaged header, which tarfile would take
+    for the end of the tar."""
     sample: _Sample | None = None
     with tarfile.open(fileobj=stream, mode="r:") as tar:
         while (member := tar.next()) is not None:
