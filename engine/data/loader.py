@@ -85,7 +85,7 @@ class StepLoader:
         return len(self._micro_batches.split)
 
     def __len__(self) -> int:
-        """Number of micro-batches of the current epoch, from its first step."""
+        """Returns the number of micro-batches of the current epoch, from its first step."""
         cursor, batch = self.progress.sample_cursor, self.progress.global_batch
         into_epoch = cursor % self._source.length
         first = cursor - into_epoch // batch * batch
@@ -113,18 +113,19 @@ class StepLoader:
         return start + self._steps_to_epoch_end(start) * self.progress.global_batch
 
     def steps(self, count: int) -> Iterator[Any]:
-        """The micro-batches of exactly `count` optimizer steps from the cursor, across epochs."""
+        """Yields the micro-batches of exactly `count` optimizer steps from the cursor, across
+        epochs."""
         return self._iterate(count)
 
     def until(self, step: int) -> Iterator[Any]:
-        """The remaining micro-batches until `progress.step` is `step`."""
+        """Yields the remaining micro-batches until `progress.step` is `step`."""
         _check_count(f"loader.until({step!r})", step)
         ahead = self._micro_batches.next_place()[0] - self.progress.sample_cursor
         finished = self.progress.step + ahead // self.progress.global_batch
         yield from self.steps(max(0, step - finished))
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The numbers, from 0, of the remaining epochs of `count` in total.
+        """Yields the numbers, from 0, of the remaining epochs of `count` in total.
 
         Follow each with `for batch in loader`, which yields the rest of that epoch. An epoch that
         was not completed is yielded again. Raises EngineError if no step was finished since the
@@ -243,7 +244,7 @@ class StepLoader:
             reforming.before_read(self)
 
     def _steps_to_epoch_end(self, cursor: int) -> int:
-        """Steps from `cursor` to the first end of a step at or after the end of its epoch."""
+        """Returns the steps from `cursor` to the first step end at or after its epoch's end."""
         remaining = self._source.length - cursor % self._source.length
         return -(-remaining // self.progress.global_batch)
 

@@ -145,7 +145,11 @@ class LoaderPool:
         """Receives answers, replaces processes that take too long, and gives new tasks. A process
         whose answer only was not received yet does not take too long."""
         self._give_tasks()
-        busy = {it.connection: it for it in self._processes if it.tasks or not it.is_ready}
+        busy = {
+            process.connection: process
+            for process in self._processes
+            if process.tasks or not process.is_ready
+        }
         for connection in wait(list(busy), _CHECK_INTERVAL_S):
             self._receive(busy.pop(connection))  # type: ignore[call-overload]
         for process in busy.values():

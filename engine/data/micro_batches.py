@@ -251,7 +251,7 @@ class MicroBatches:
             self._advance()
 
     def forget(self) -> None:
-        """Called when other progress was loaded, where the next iteration begins."""
+        """Called when other progress was loaded: the next iteration begins there."""
         self._untrained.clear()
         self._forwarded.clear()
         self._current = self._trained = self._promised = None
@@ -261,7 +261,8 @@ class MicroBatches:
         """Splits steps differently from now on. The running iteration continues from `progress`,
         with the samples of the step that was not finished."""
         with self._lock:
-            self.stale.waiting += [it for it in self._untrained if it is not self._current]
+            left = [batch for batch in self._untrained if batch is not self._current]
+            self.stale.waiting += left
             self.forget()
             self.split = split
 

@@ -28,7 +28,7 @@ class Order(Protocol):
     """The order of a dataset, or of a stream."""
 
     def indices(self, start: int, count: int) -> NDArray[np.int64]:
-        """The numbers of the samples at the positions `start` to `start + count - 1`."""
+        """Returns the numbers of the samples at the positions `start` to `start + count - 1`."""
         ...
 
 

@@ -56,14 +56,14 @@ class SampleOrder:
         self._half_mask = np.uint64((1 << int(self._half_bits)) - 1)
 
     def indices(self, start: int, count: int) -> NDArray[np.int64]:
-        """The dataset indices at positions `start` to `start + count - 1`, across epochs. Returns
+        """Returns the dataset indices at positions `start` to `start + count - 1`, across epochs:
         int64, shape (count,), each in [0, length)."""
         positions = np.arange(start, start + count, dtype=np.uint64)
         epochs, values = np.divmod(positions, np.uint64(self.length))
         return self.permute(epochs, values)
 
     def permute(self, epochs: NDArray[np.uint64], values: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """The dataset index at place `values[i]` of epoch `epochs[i]`. Returns int64."""
+        """Returns the dataset index at place `values[i]` of epoch `epochs[i]`: int64."""
         seeds = np.full(1, self.seed & _MASK_64, dtype=np.uint64)
         keys = _splitmix64(_splitmix64(seeds) ^ epochs)
         values = self._feistel(values, keys)
@@ -129,8 +129,8 @@ class StepSplit(tuple[MicroBatch, ...]):
 def samples_per_rank(
     global_batch: int, world_size: int, shares: Sequence[float] = ()
 ) -> tuple[int, ...]:
-    """Number of samples of a step for each rank; the sum is `global_batch`. Raises ConfigError if a
-    size is smaller than 1, or the shares do not fit `world_size` ranks.
+    """Returns the number of samples of a step for each rank; the sum is `global_batch`. Raises
+    ConfigError if a size is smaller than 1, or the shares do not fit `world_size` ranks.
 
     Args:
         shares: each rank's share, adding up to 1; empty for even shares. Counts are rounded by the
@@ -171,8 +171,8 @@ def count_micro_steps(
 def assign_step(
     global_batch: int, world_size: int, rank: int, micro_batch: int, shares: Sequence[float] = ()
 ) -> tuple[MicroBatch, ...]:
-    """The micro-batches of `rank` in a step, in order: `count_micro_steps(...)` of them. Raises as
-    `samples_per_rank`, or if `rank` is outside [0, world_size)."""
+    """Returns the micro-batches of `rank` in a step, in order: `count_micro_steps(...)` of them.
+    Raises as `samples_per_rank`, or if `rank` is outside [0, world_size)."""
     micro_steps = count_micro_steps(global_batch, world_size, micro_batch, shares)
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} of {world_size}", f"0 to {world_size - 1}", "the rank")

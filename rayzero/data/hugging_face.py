@@ -73,7 +73,7 @@ class HfRows:
         self._dataset = dataset.with_format("arrow", columns=dataset.format["columns"])
 
     def read(self, block: int) -> pa.Table:
-        """All rows of a block. Thread-safe. Raises DataError that names the rows."""
+        """Returns all rows of a block. Thread-safe. Raises DataError that names the rows."""
         start, end = self._bounds[block : block + 2].tolist()
         with named_errors(
             lambda: f"{self.describe(block)} cannot be read",
@@ -117,7 +117,7 @@ class HfShards:
             raise DataError("the dataset has no rows", "one row or more", "choose another split")
 
     def read(self, block: int) -> pa.Table:
-        """All rows of a shard; more rows than were counted if the shard has become longer, which
+        """Returns all rows of a shard; if it has become longer, more rows than were counted, which
         the caller refuses. Thread-safe. Raises DataError that names shard and row."""
         parts = list(self._read_parts(int(self._shards[block]), int(self.counts[block])))
         table = pa.concat_tables(parts, promote_options="permissive") if parts else pa.table({})

@@ -62,8 +62,8 @@ class RayBlocks:
     name: str = "ray"
 
     def read(self, block: int) -> pa.Table:
-        """All rows of a block. Thread-safe. Raises DataError, which names the block, if it was lost
-        and Ray cannot make it again, or does not arrive in time."""
+        """Returns all rows of a block. Thread-safe. Raises DataError, which names the block, if it
+        was lost and Ray cannot make it again, or if it does not arrive in time."""
         try:
             return ray.get(self.refs[block], timeout=self.timeout_s)
         except ray.exceptions.RayError as error:

@@ -23,12 +23,12 @@ class BlockSource(Protocol):
     counts: Integers
 
     def read(self, block: int) -> pyarrow.Table:
-        """All rows of one block. Called by several threads at once. Raises DataError that names
-        file and block."""
+        """Returns all rows of one block. Called by several threads at once. Raises DataError that
+        names file and block."""
         ...
 
     def describe(self, block: int) -> str:
-        """Says where a block is: `s3://b/a.parquet, row group 3`."""
+        """Returns where a block is, for errors: `s3://b/a.parquet, row group 3`."""
         ...
 
     @property

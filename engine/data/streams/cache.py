@@ -274,7 +274,7 @@ class BlockCache:
                 f"{self._describe(key)} has {read.table.num_rows} rows, and had {rows} when the "
                 "stream was made",
                 "data of the same rows each time",
-                "keep files and datasets as they are, and make the stream anew where they changed",
+                "keep files and datasets as they are, and make the stream again if they changed",
             )
         nbytes = read.nbytes
         if nbytes > self._limit_bytes:

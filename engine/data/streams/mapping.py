@@ -59,8 +59,8 @@ class MappedBlocks:
         self._kept = None if cache is None else KeptTables(cache, "cache of map_blocks()")
 
     def read(self, block: int) -> pa.Table:
-        """All rows of a block. Thread-safe. Raises DataError, which names the block, if the source
-        or the function fails, or the cache cannot be used."""
+        """Returns all rows of a block. Thread-safe. Raises DataError, which names the block, if the
+        source or the function fails, or the cache cannot be used."""
         if self._kept is None:
             return self._make(block)
         name = f"{xxhash.xxh3_128_hexdigest(self.fingerprint.encode())}/{block}.arrow"

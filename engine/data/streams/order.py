@@ -153,7 +153,7 @@ class BlockOrder:
         return turns, blocks, rows
 
     def window_of(self, turn: int) -> int:
-        """The window of a block's turn, counted over all epochs."""
+        """Returns the window of a block's turn, counted over all epochs."""
         epoch, within = divmod(turn, len(self.counts))
         return epoch * self._windows + within // self.window
 

@@ -65,7 +65,7 @@ class FileBlocks(FileSource):
         self._form = form
 
     def read(self, block: int) -> pa.Table:
-        """All rows of a block. Thread-safe. Raises DataError, which names the file and the block,
+        """Returns all rows of a block. Thread-safe. Raises DataError, which names file and block,
         if the file has changed, vanished or is damaged, or its store fails for `retry_s`."""
         file, place = self._find(block)
         read = partial(self._form.read, block=place, schema=self.schema)
@@ -111,7 +111,7 @@ def blocks(
             folder, path); default by the names of the files.
         index_dir: a folder or URL for the index of the blocks, which otherwise is made at each
             start: from footers, from headers of tars, or by reading all JSON lines once.
-        block_bytes: the least size of a block, where the format has none of its own.
+        block_bytes: the least size of a block, for formats that have no blocks of their own.
         schema: types of JSON lines, if keys have values of several; other keys are left out.
         retry_s: how long a read is repeated when the store fails.
 

@@ -61,7 +61,7 @@ class Format(Protocol):
 
 
 class Parquet(Format):
-    """Row groups are the blocks. Checksums of pages are verified where the writer made them."""
+    """Row groups are the blocks. Checksums of pages are verified if the writer made them."""
 
     def __init__(self, columns: Sequence[str] | None) -> None:
         self.options = f"parquet {columns}"

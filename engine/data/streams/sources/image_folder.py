@@ -53,8 +53,8 @@ class ImageFolder(FileSource):
         self.counts: NDArray[np.int64] = np.diff([*self._starts, len(files)]).astype(np.int64)
 
     def read(self, block: int) -> pa.Table:
-        """All rows of a block. Thread-safe. Raises DataError, which names the file, if a file has
-        changed or vanished, or its store fails for `retry_s`."""
+        """Returns all rows of a block. Thread-safe. Raises DataError, which names the file, if a
+        file has changed or vanished, or its store fails for `retry_s`."""
         files = self.files[self._starts[block] : self._starts[block] + int(self.counts[block])]
 
         def read(file: SourceFile) -> memoryview:
