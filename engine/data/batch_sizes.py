@@ -67,15 +67,16 @@ def resolve_batch_sizes(
 
 
 def with_shares(sizes: BatchSizes, world_size: int, shares: Sequence[float]) -> BatchSizes:
-    """The same batch and micro-batch on the same ranks, divided by other shares."""
+    """Returns the sizes of the same batch and micro-batch on the same ranks, by other shares."""
     return _make_sizes(sizes.global_batch, sizes.micro_batch, world_size, shares)
 
 
 def first_refused_size(config: EngineConfig, min_size: int, max_size: int) -> int:
-    """The first world size from `min_size` to `max_size` that `resolve_batch_sizes` refuses for
-    the numbers of micro-batches, or `min_size`. `max_size` is at most a given global batch.
+    """Returns a world size from `min_size` to `max_size` that `resolve_batch_sizes` refuses because
+    of the number of micro-batches; `min_size` if there is none. `max_size` must not be larger than
+    a given global batch.
 
-    Sizes between which nothing can change are skipped: a large range takes no time.
+    Skips ranges of sizes that cannot be refused, so a large range takes no time.
     """
     total, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     steps = config.gradient_accumulation_steps
@@ -89,7 +90,7 @@ def first_refused_size(config: EngineConfig, min_size: int, max_size: int) -> in
         micro = _ceil_div(per_rank, steps)
         if _ceil_div(per_rank, micro) != steps:
             return size
-        # With so many samples per rank or more this micro-batch, or a larger one, still fits.
+        # Ranks with more samples than this product always make `steps` micro-batches.
         size = _ceil_div(total, min(micro, steps - 1) * (steps - 1))
     return min_size
 

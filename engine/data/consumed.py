@@ -1,4 +1,5 @@
-"""Which prompts of a log of rollouts were trained on. Imports no torch: the buffer uses it, too."""
+"""The set of the prompts that were trained on, of a log of rollouts. Imports no torch, because the
+buffer of rollouts uses it, too."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ evaluation's forward, or a backward."""
 
 @dataclass(frozen=True)
 class Consumed:
-    """A set of prompts by their numbers, from 0 over all epochs: those below `frontier`, and
+    """A set of prompt numbers, counted from 0 over all epochs: all numbers below `frontier`, and
     `extras`, which are above it."""
 
     frontier: int = 0
@@ -29,7 +30,7 @@ class Consumed:
         return number < self.frontier or number in self.extras
 
     def add(self, numbers: Iterable[int]) -> Consumed:
-        """The set with these in it. Raises DataError if one of them is there already."""
+        """Returns the set with `numbers` added. Raises DataError if it has one of them already."""
         extras, frontier = set(self.extras), self.frontier
         for number in numbers:
             if number < frontier or number in extras:

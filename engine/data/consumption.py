@@ -1,9 +1,9 @@
-"""Training on the samples of a log that others write while the job runs: rollouts.
+"""Training on the samples of a log that other processes write while the job runs: rollouts.
 
 The log is read by position, as a dataset is. The sample at a position is not known in advance, so
-the training state has, with the sample cursor, which prompts were consumed up to there: from that
-the rest of a lost log is written again. Each prompt is trained on exactly once, in
-whatever way the job went back and the log was lost.
+the training state has the sample cursor and the set of the prompts that were consumed before it.
+If the log is lost, the rest of it is written again from that set. Each prompt is trained on exactly
+once, however often the job went back or the log was lost.
 """
 
 from __future__ import annotations
@@ -17,47 +17,48 @@ from rayzero.engine.data.sampling import MicroBatch, StepSplit, TrainingProgress
 from rayzero.engine.errors import ConfigError, EngineError
 
 STATE_NAME = "rayzero.rollouts"
-"""Of the consumed prompts, among the registered state."""
+"""The name of the registered state with the consumed prompts."""
 
 
 class SampleLog(Protocol):
     """A log of groups of samples, each group of one prompt. All positions are in samples.
 
-    Every method may wait for what others write; it calls `check` at least every second meanwhile,
-    which raises where reading is to stop.
+    Every method may wait for the processes that write the log. While it waits, it calls `check` at
+    least every second; `check` raises if reading is to stop.
 
     Attributes:
-        length: samples of an epoch: its prompts times `group`.
-        group: samples of one prompt, which are adjacent.
+        length: number of samples of an epoch: its prompts times `group`.
+        group: number of samples of one prompt, which are adjacent.
     """
 
     length: int
     group: int
 
     def open(self, consumed: Consumed, check: Callable[[], None]) -> None:
-        """Reads from where exactly `consumed` stand before: at `len(consumed)` groups. If the log
-        does not have that beginning, it is written anew from there."""
+        """Opens the log for reading after its first `len(consumed)` groups. If these are not
+        exactly the groups of `consumed`, the log is replaced by one that is written from there on.
+        """
 
     def read(self, start: int, count: int, check: Callable[[], None]) -> list[tuple[int, Any]]:
-        """The samples at these positions, each with a number that no other one has: that of its
-        prompt times `group`, plus its own in the group."""
+        """Returns the samples at `start` to `start + count - 1`, each with a unique number: the
+        number of its prompt times `group`, plus its index in the group."""
 
     def consumed_at(self, position: int, check: Callable[[], None]) -> Consumed:
-        """The prompts before that position, which is a multiple of `group`."""
+        """Returns the prompts before `position`, which is a multiple of `group`."""
 
 
 class LogSource(SampleSource):
     """A log as the source of a `StepLoader`. The consumed prompts are registered with the training
     state, so they are mirrored, saved, and loaded at any world size with it.
 
-    `_at` is filled by the thread that reads ahead, and read where a step has ended: a step ends
-    after its last micro-batch was read.
+    The thread that reads ahead fills `_consumed_at`; the training thread reads the entry of a step
+    after the step has ended, which is after its last micro-batch was read.
 
     Args:
-        register: the training state's.
+        register: the method of the training state.
 
     Raises:
-        ConfigError: a step has no whole number of groups.
+        ConfigError: `train_batch_size` is not a multiple of the samples of a prompt.
     """
 
     may_wait = True
@@ -73,7 +74,8 @@ class LogSource(SampleSource):
         self.length = log.length
         self._log = log
         self._progress = progress
-        self._at: dict[int, Consumed] = {0: Consumed()}  # by sample cursors at which steps end
+        # By the sample cursors at which steps end.
+        self._consumed_at: dict[int, Consumed] = {0: Consumed()}
         register(STATE_NAME, self._get, self._set)
 
     def begin(self, cursor: int, split: StepSplit, check: Callable[[], None]) -> None:
@@ -85,14 +87,15 @@ class LogSource(SampleSource):
         samples = self._log.read(step + part.start, part.read_count, check)
         if is_last:
             batch = self._progress.global_batch
-            self._at[step + batch] = self._log.consumed_at(step + batch, check)
+            self._consumed_at[step + batch] = self._log.consumed_at(step + batch, check)
             oldest = self._progress.sample_cursor - batch  # a step may be lost after it has ended
-            for cursor in [it for it in self._at if it < oldest]:
-                del self._at[cursor]
+            for cursor in list(self._consumed_at):
+                if cursor < oldest:
+                    del self._consumed_at[cursor]
         return [number for number, _ in samples], [sample for _, sample in samples]
 
     def _consumed(self, cursor: int) -> Consumed:
-        consumed = self._at.get(cursor)
+        consumed = self._consumed_at.get(cursor)
         if consumed is None or len(consumed) * self._log.group != cursor:
             seen = "no prompts" if consumed is None else f"{len(consumed)} prompts"
             raise EngineError(
@@ -109,4 +112,4 @@ class LogSource(SampleSource):
 
     def _set(self, value: dict[str, Any]) -> None:
         consumed = Consumed(value["frontier"], frozenset(value["extras"]))
-        self._at = {self._progress.sample_cursor: consumed}
+        self._consumed_at = {self._progress.sample_cursor: consumed}

@@ -30,9 +30,9 @@ class ParquetTokens:
     or hold less than one sample.
 
     Args:
-        path: a folder (searched for `*.parquet` at any depth), a file, or a glob pattern; also
-            URLs, as of `rayzero.data.blocks`.
-        context: the input tokens of a sample.
+        path: a folder (searched for `*.parquet` at any depth), a file, or a glob pattern; also a
+            URL, as in `rayzero.data.blocks`.
+        context: number of input tokens of a sample.
         cached_row_groups: number of decoded row groups in the cache.
     """
 
@@ -61,14 +61,14 @@ class ParquetTokens:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all shards together."""
+        """Number of tokens in all shards together."""
         return int(self._starts[-1])
 
     def __len__(self) -> int:
         return max(0, self.num_tokens - 1) // self.context
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Sample `index`: int64, shape (context + 1,)."""
+        """Returns sample `index`: int64, shape (context + 1,)."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         start = index % len(self) * self.context

@@ -23,8 +23,8 @@ from rayzero.engine.errors import CollectiveError, EngineError
 from rayzero.engine.session import Reforming, ScriptEpochs
 
 _SIGN_INTERVAL_S = 0.1
-"""How often a training thread that waits for a source shows that it lives, and looks if it is to
-leave its generation."""
+"""How often a training thread that waits for a source shows that it lives, and checks whether it is
+to leave its generation."""
 
 
 class StepLoader:
@@ -40,14 +40,15 @@ class StepLoader:
 
     The loop may read ahead, by any number of batches and in a thread of its own; it trains on them
     in their order, each once (`micro_batches`). There is one iteration at a time: a new one closes
-    the previous one. Its thread ends when it is exhausted, closed or garbage-collected.
+    the previous one. The thread of an iteration ends when that is exhausted, closed or
+    garbage-collected.
 
     Args:
-        micro_batches: the engine's, with its progress, this rank's micro-batches of every step, and
+        micro_batches: the engine's. They have its progress, this rank's part of every step, and
             its session, which gets the phase "data".
         collate_fn: makes a batch of a list of samples; None: torch's `default_collate`.
-        device: device of the batches; to CUDA through pinned memory, non-blocking.
-        reforming: the engine's, for the training thread, before it reads a micro-batch.
+        device: device of the batches; copies to CUDA go through pinned memory, non-blocking.
+        reforming: the engine's; the training thread calls it before it reads a micro-batch.
         config: how samples are made.
     """
 
@@ -85,7 +86,7 @@ class StepLoader:
         return len(self._micro_batches.split)
 
     def __len__(self) -> int:
-        """Number of micro-batches of the current epoch, from its first step."""
+        """Returns the number of micro-batches of the current epoch, from its first step."""
         cursor, batch = self.progress.sample_cursor, self.progress.global_batch
         into_epoch = cursor % self._source.length
         first = cursor - into_epoch // batch * batch
@@ -114,23 +115,24 @@ class StepLoader:
         return is_script and self._script_epoch_end() <= self.progress.sample_cursor
 
     def _script_epoch_end(self) -> int:
-        """The sample cursor at the end of the epoch that a script's next iteration is."""
+        """Returns the sample cursor at the end of the epoch of a script's next iteration."""
         start = max(self._script_cursor, self.progress.function_cursor)
         return start + self._steps_to_epoch_end(start) * self.progress.global_batch
 
     def steps(self, count: int) -> Iterator[Any]:
-        """The micro-batches of exactly `count` optimizer steps from the cursor, across epochs."""
+        """Yields the micro-batches of exactly `count` optimizer steps from the cursor, across
+        epochs."""
         return self._iterate(count)
 
     def until(self, step: int) -> Iterator[Any]:
-        """The remaining micro-batches until `progress.step` is `step`."""
+        """Yields the remaining micro-batches until `progress.step` is `step`."""
         _check_count(f"loader.until({step!r})", step)
         ahead = self._micro_batches.next_place()[0] - self.progress.sample_cursor
         finished = self.progress.step + ahead // self.progress.global_batch
         yield from self.steps(max(0, step - finished))
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The numbers, from 0, of the remaining epochs of `count` in total.
+        """Yields the numbers, from 0, of the remaining epochs of `count` in total.
 
         Follow each with `for batch in loader`, which yields the rest of that epoch. An epoch that
         was not completed is yielded again. Raises EngineError if no step was finished since the
@@ -150,8 +152,8 @@ class StepLoader:
             yield epoch
 
     def close(self) -> None:
-        """Ends the running iteration, if any, and the processes that make samples. A next iteration
-        starts others."""
+        """Ends the running iteration, if any, and the processes that make samples. The next
+        iteration starts new ones."""
         self._close_iteration()
         self._reader.close()
 
@@ -183,8 +185,8 @@ class StepLoader:
     def _iterate_split(
         self, split: StepSplit, iteration: int, cursor: int, done: int, end: int
     ) -> Iterator[Any]:
-        """The micro-batches from a sample cursor to another one, until steps are split
-        differently."""
+        """Yields the micro-batches from the sample cursor `cursor` to `end`, without the first
+        `done`. Ends earlier if steps are split differently."""
         self._enter_phase(end)
         if self._micro_batches.split is not split:
             return
@@ -211,7 +213,7 @@ class StepLoader:
     def _next_item(
         self, feed: Prefetch[tuple[YieldedBatch, Any]], split: StepSplit, end: int
     ) -> tuple[YieldedBatch, Any] | None:
-        """The next item; None at the end, or once steps are split differently."""
+        """Returns the next item; None at the end, or once steps are split differently."""
         while True:
             try:
                 return feed.next_within(_SIGN_INTERVAL_S)
@@ -221,7 +223,7 @@ class StepLoader:
                 self._reader.check_time()
                 if not self._source.may_wait:
                     continue
-                # Leaves the generation, or joins the next, if it has ended.
+                # If the generation has ended, this leaves it, or joins the next one.
                 self._enter_phase(end, SAMPLES_PHASE)
                 if self._micro_batches.split is not split:
                     return None
@@ -230,12 +232,13 @@ class StepLoader:
 
     @property
     def _is_training_thread(self) -> bool:
-        """Not that of another one, in which the script reads ahead."""
+        """Whether the training thread is running, not a thread of the script that reads ahead."""
         return threading.get_ident() == self._training_thread
 
     def _enter_phase(self, end: int, phase: str = "data") -> None:
-        """The training thread is about to read, unless all steps until `end` are finished. A
-        finished one may be undone here."""
+        """Called before a read. The training thread reports a phase and waits for another process
+        group if this one is broken; but not if all steps until `end` are finished, unless the last
+        one is to be undone."""
         reforming = self._reforming
         if not self._is_training_thread:
             return
@@ -248,7 +251,7 @@ class StepLoader:
             reforming.before_read(self)
 
     def _steps_to_epoch_end(self, cursor: int) -> int:
-        """Steps from `cursor` to the first end of a step at or after the end of its epoch."""
+        """Returns the steps from `cursor` to the first step end at or after its epoch's end."""
         remaining = self._source.length - cursor % self._source.length
         return -(-remaining // self.progress.global_batch)
 

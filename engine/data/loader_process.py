@@ -5,15 +5,15 @@ the user, so that forking it is safe and quick. Forking a rank is not safe: it h
 connections, perhaps a device. `multiprocessing`'s server would run the user's script again in each
 process, and does not end one that hangs in code that holds the interpreter's lock.
 
-How they end, also by SIGKILL and in code that never returns:
+How the processes end, also after a SIGKILL and in code that never returns:
 
-- The rank ends: its server polls a pidfd of it, and a socket that closes with it. It kills the
-  group of each process, with all that this has started, and ends.
+- The rank ends: its server polls a pidfd of the rank, and a socket that closes with the rank. The
+  server kills the process group of each process, with all that it has started, and ends.
 - The server ends: the kernel kills its processes (PR_SET_PDEATHSIG).
 - One process hangs, or is not needed any more: the server kills its group, and reaps it.
 
-Samples come through socket pairs. Nothing has a name or is in shared memory: the last process that
-holds an end frees it.
+Samples come through socket pairs. Nothing has a name or is in shared memory: the kernel frees a
+pair with the last process that holds an end.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ import numpy as np
 import torch
 
 SampleMaker = Callable[[Any], Any]
-"""Makes a sample of what a source has read of it."""
+"""Makes a sample of the raw value that a source has read."""
 
 _REQUEST = struct.Struct("!cI")  # kind, number of a process
 _STATUS = struct.Struct("!i")
@@ -57,14 +57,14 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class BadSample:
-    """Stands for a sample that could not be made. A process gives the `cause` as text."""
+    """Stands for a sample that could not be made. A loader process sends the `cause` as text."""
 
     reason: str
     cause: BaseException | None = None
 
 
 def make_sample(maker: SampleMaker, raw: Any) -> Any:
-    """A sample, or a BadSample."""
+    """Returns the sample of a raw value; a BadSample if the maker raises."""
     try:
         return maker(raw)
     except Exception as error:  # noqa: BLE001 -- of the user's code: raised or counted by the caller
@@ -72,8 +72,8 @@ def make_sample(maker: SampleMaker, raw: Any) -> Any:
 
 
 class LoaderServer:
-    """A server of this process. Any thread may call it. It ends when nothing refers to it, and with
-    this process."""
+    """The handle of a server that this process has started. Any thread may call it. The server ends
+    when nothing refers to the handle, and with this process."""
 
     def __init__(self) -> None:
         self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -97,9 +97,12 @@ class LoaderServer:
         return self._process.poll() is not None
 
     def fork(self) -> tuple[int, Connection]:
-        """Starts a process: its number, and a connection to it, which is sent a pickled maker, then
-        `(seed, [(position, raw), ...])` whenever it is idle. It answers None when it has the maker,
-        and each sample. Raises OSError if the server has ended."""
+        """Starts a process. Returns its number, and a connection to it. Raises OSError if the
+        server has ended.
+
+        The caller sends a pickled maker, then `(seed, [(position, raw), ...])` whenever the process
+        is idle. The process answers None when it has the maker, then each sample.
+        """
         number = next(self._numbers)
         own, other = socket.socketpair()
         with other:
@@ -107,8 +110,8 @@ class LoaderServer:
         return number, Connection(own.detach())
 
     def end(self, number: int) -> int:
-        """Kills a process with all that it has started, and returns its status, as `os.waitpid`: of
-        its own end, if it had ended. Raises OSError if the server does not answer."""
+        """Kills a process with all that it has started. Returns its status, as `os.waitpid`: that
+        of its own end, if it had ended. Raises OSError if the server does not answer."""
         own, other = socket.socketpair()
         with own:
             with other:
@@ -125,7 +128,7 @@ _newest: weakref.ref[LoaderServer] | None = None
 
 
 def loader_server() -> LoaderServer:
-    """The server of this process; a new one if there is none."""
+    """Returns the server of this process; a new one if there is none."""
     global _newest
     with _lock:
         server = _newest() if _newest is not None else None
@@ -154,7 +157,7 @@ def serve(control_file: int, parent: int) -> None:
         return
     if os.getppid() != parent:
         return
-    import_module("rayzero.engine.data.streams.iterable_source")  # what the makers are of
+    import_module("rayzero.engine.data.streams.iterable_source")  # the modules of the makers
     libc = ctypes.CDLL(None)
     gc.collect()
     gc.freeze()  # a collection in a process would copy all pages
@@ -179,7 +182,7 @@ def serve(control_file: int, parent: int) -> None:
                 _begin(files[0], server, libc)
             os.close(files[0])
             pids[number] = pid
-            with suppress(OSError):  # it does the same
+            with suppress(OSError):  # the process does the same
                 os.setpgid(pid, pid)
     finally:
         for pid in pids.values():
@@ -187,7 +190,8 @@ def serve(control_file: int, parent: int) -> None:
 
 
 def _kill(pid: int) -> int:
-    """Not reaped before, so that the number is not another one's. Returns its status."""
+    """Kills a process group, and returns its leader's status. The leader was not reaped before: its
+    pid cannot be that of another process."""
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     return os.waitpid(pid, 0)[1]
@@ -197,11 +201,11 @@ def _begin(file: int, server: int, libc: ctypes.CDLL) -> None:
     """Body of a forked process, which does not return."""
     try:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == server:  # else it has ended before
+        if os.getppid() == server:  # otherwise the server ended before `prctl`
             os.setpgid(0, 0)
             gc.enable()
             torch.set_num_threads(1)
-            with suppress(EOFError, ConnectionError):  # the rank does not need it any more
+            with suppress(EOFError, ConnectionError):  # the rank has closed the connection
                 _make_samples(Connection(file))
     except BaseException:  # noqa: BLE001 -- it must not return into the server's loop
         traceback.print_exc()
@@ -212,7 +216,7 @@ def _begin(file: int, server: int, libc: ctypes.CDLL) -> None:
 
 def _make_samples(connection: Connection) -> None:
     maker = make_sample(pickle.loads, connection.recv_bytes())
-    if isinstance(maker, BadSample):  # of the user's modules: raised in the rank
+    if isinstance(maker, BadSample):  # an error of the user's modules: raised in the rank
         connection.send_bytes(_dump_made(maker))
         return
     connection.send_bytes(dump(None))
@@ -224,7 +228,7 @@ def _make_samples(connection: Connection) -> None:
 
 
 def _seed_sample(seed: int, position: int) -> None:
-    """Random numbers depend on the job and the sample's place, not on who makes it."""
+    """Seeds random numbers by the job and the sample's position, whatever process makes it."""
     words = np.random.SeedSequence([seed & (1 << 64) - 1, position]).generate_state(4)
     random.seed(int(words[0]))
     np.random.seed(words[1])
@@ -241,14 +245,14 @@ def _dump_made(made: Any) -> bytes:
 
 
 def _dump_bad(reason: str, error: BaseException) -> bytes:
-    """The error itself may not be picklable."""
+    """Pickles the error as text: the error itself may not be picklable."""
     text = "".join(traceback.format_exception(error))
     return dump(BadSample(reason, RuntimeError(text)))
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Tensors as numpy arrays: torch's own way takes ten times as long. Classes and functions of
-    the user's script by value."""
+    """Pickles tensors as numpy arrays, because torch's own way takes ten times as long. Pickles
+    classes and functions of the user's script by value, as cloudpickle does."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor and obj.device.type == "cpu" and not obj.requires_grad:

@@ -41,10 +41,10 @@ class Prefetch(Generic[Item]):
     ) -> None:
         """
         Args:
-            closed: is set when the thread is to end: for a source that waits.
+            closed: is set when the thread is to end, so that a source that waits can look at it.
         """
-        # `SimpleQueue.put` may interrupt itself: the garbage collector may close this object in a
-        # thread that is in the middle of one.
+        # `SimpleQueue.put` is reentrant: the garbage collector may close this object in a thread
+        # that is in the middle of a `put`.
         self._items: SimpleQueue[Item | _EndOfStream] = SimpleQueue()
         self._permits: SimpleQueue[None] = SimpleQueue()  # one for each item that may be read
         closed = closed or threading.Event()
@@ -69,8 +69,8 @@ class Prefetch(Generic[Item]):
         return self.next_within(None)
 
     def next_within(self, timeout_s: float | None) -> Item:
-        """The next item. Raises queue.Empty if there is none after `timeout_s`; StopIteration at
-        the end."""
+        """Returns the next item. Raises queue.Empty if there is none after `timeout_s`;
+        StopIteration at the end."""
         since_s = perf_counter()
         self.wait_s = 0.0
         if self._ended:
@@ -124,14 +124,16 @@ def _read_ahead(
         except BaseException as error:  # noqa: BLE001 - re-raised in the consumer
             if isinstance(error, StopIteration):
                 items.put(_EndOfStream(None))
-            else:  # a traceback refers to the queue, which would refer to it, and to the source
+            else:
+                # Once closed, `error` is not kept: its traceback refers to the queue and the
+                # source, so it would be a cycle.
                 items.put(_EndOfStream(closed_error() if closed.is_set() else error))
             return
         permits.get()
 
 
 def batch_to_device(batch: Any, device: torch.device) -> Any:
-    """`batch` with its tensors on `device`; non-blocking, and `batch` itself for the CPU.
+    """Returns `batch` with its tensors on `device`, non-blocking; `batch` itself for the CPU.
 
     The copies are enqueued on the current stream, before all later work on it; torch's allocator
     does not reuse a pinned source until its copy is complete.

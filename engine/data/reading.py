@@ -1,12 +1,12 @@
-"""Reads a source and makes its samples and micro-batches: body of the thread that reads ahead.
+"""Reads a source, and makes its samples and micro-batches, in the thread that reads ahead.
 
 A sample that cannot be made is *bad*. Up to `max_bad_samples` of a job are left out, as if their
-loss were 0: the micro-batch is shorter, and its weight is that of the others in the global batch.
-So what a step computes depends on its samples only, not on which ranks had the bad ones. A
-micro-batch without a good sample runs on the next good one with weight zero.
+loss were 0: the micro-batch is shorter, and its weight is the share of its good samples in the
+global batch. So the result of a step depends on its samples only, not on which ranks had the bad
+ones. A micro-batch without a good sample runs on the next good one with weight zero.
 
-Bad samples count where they are trained on: this rank's of a step are summed over ranks in the
-step's vote, and the sum is part of the training state (`TrainingProgress`).
+Bad samples are counted when their micro-batch is trained on: the step's vote sums the counts of the
+ranks, and the sum is part of the training state (`TrainingProgress`).
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ log = logging.getLogger("rayzero.engine")
 
 @dataclass
 class _BegunBatch:
-    """A micro-batch whose samples are read, and being made."""
+    """A micro-batch whose raw values are read, and whose samples are being made."""
 
     step: int  # sample cursor at which its step begins
-    turn: int  # number in it
+    turn: int  # number in its step
     part: MicroBatch
     is_last: bool
     numbers: list[int]
@@ -52,10 +52,10 @@ class _BegunBatch:
 
 
 class BatchReader:
-    """This rank's micro-batches in host memory.
+    """Makes this rank's micro-batches in host memory.
 
-    With `num_workers`, samples are made in processes, up to two for each ahead of the micro-batch
-    that is next. The processes are those of all iterations.
+    With `num_workers`, samples are made in processes, up to two for each process ahead of the next
+    micro-batch. All iterations use the same processes.
 
     `read` runs in the thread of an iteration, `check_time` in the training thread.
     """
@@ -74,7 +74,7 @@ class BatchReader:
         self._device = get_device(device)
         self._config = config
         self._bad = 0  # samples left out: of finished steps, and of this rank since then
-        self._making: tuple[float, str] | None = None  # since when, and what
+        self._making: tuple[float, str] | None = None  # since when, and which samples
         self._pool: LoaderPool | None = None
         if source.maker is not None and config.num_workers:
             self._pool = LoaderPool(source.maker, source.seed, config)
@@ -82,13 +82,14 @@ class BatchReader:
     def read(
         self, split: StepSplit, cursor: int, done: int, steps: int, closed: threading.Event
     ) -> Iterator[tuple[YieldedBatch, Any]]:
-        """The micro-batches of `steps` steps from a sample cursor, without `done` of the first."""
+        """Yields the micro-batches of `steps` steps from a sample cursor, without the first `done`
+        of the first step. Raises EngineError once `closed` is set."""
 
         def check() -> None:
             if closed.is_set():
                 raise closed_error()
 
-        self._device.make_current()  # or pinning uses device 0
+        self._device.make_current()  # otherwise pinning uses device 0
         if self._pool is not None:
             self._pool.drop_tasks()
         self._source.begin(cursor, split, check)
@@ -105,7 +106,7 @@ class BatchReader:
             yield self._finish(batch, split, check)
 
     def check_time(self) -> None:
-        """Raises DataError if making a sample takes longer than the limit in the thread."""
+        """Raises DataError if the thread takes longer than `sample_timeout_s` to make a sample."""
         if (making := self._making) is None:
             return
         since_s, failing = making
@@ -117,7 +118,7 @@ class BatchReader:
             )
 
     def close(self) -> None:
-        """Ends the processes. No iteration is running."""
+        """Ends the processes. Called while no iteration is running."""
         if self._pool is not None:
             self._pool.close()
 
@@ -134,8 +135,9 @@ class BatchReader:
         return None if self._pool is None else self._pool.submit(position, list(raws))
 
     def _waits_for_more(self, begun: deque[_BegunBatch]) -> bool:
-        """Whether the processes would be idle while nothing more than these is begun."""
-        ahead = sum(len(it.raws) for it in islice(begun, 1, None))
+        """Returns whether another micro-batch is to be begun, to keep the processes busy, before
+        the first of these is finished."""
+        ahead = sum(len(batch.raws) for batch in islice(begun, 1, None))
         return self._pool is not None and ahead < 2 * self._config.num_workers
 
     def _finish(
@@ -144,7 +146,7 @@ class BatchReader:
         made = self._make_samples(batch.raws, batch.ticket, check)
         count = batch.part.count
         skipped = []
-        good = made  # without a maker, none is bad, and none need be made to see that
+        good = made  # without a maker none is bad; a lazy sequence of rows is not evaluated here
         if self._source.maker is not None:
             for number, raw, sample in zip(batch.numbers, batch.raws, made, strict=True):
                 if isinstance(sample, BadSample) and count:
@@ -178,7 +180,8 @@ class BatchReader:
             return self._pool.take(ticket, check)
         try:
             if (make_all := self._source.make_all) is not None:
-                failing = f"samples {raws} of the training data"  # read by who looks for a hang
+                # `workers/stacks.py` reads this variable of the frame.
+                failing = f"samples {raws} of the training data"
                 self._making = monotonic(), failing
                 try:
                     return list(make_all(list(raws)))
@@ -194,7 +197,7 @@ class BatchReader:
             self._making = None
 
     def _leave_out(self, raw: Any, bad: BadSample) -> None:
-        """Raises DataError if that is one too many."""
+        """Counts a bad sample, and logs it. Raises DataError if there are too many."""
         self._bad += 1
         limit = self._config.max_bad_samples
         seen = f"{self._source.describe(raw)} cannot be used: {bad.reason}"
@@ -203,7 +206,8 @@ class BatchReader:
         log.warning("%s\n  it is left out: %d of at most %d", seen, self._bad, limit)
 
     def _find_filler(self, batch: _BegunBatch, check: Callable[[], None]) -> Any:
-        """The next good sample. It has no weight, so that the bad ones until there do not count."""
+        """Returns the next good sample after a micro-batch. It has no weight, so bad samples before
+        it do not count."""
         for offset in range(self._config.max_bad_samples + 1):
             position = batch.step + batch.part.start + batch.part.read_count + offset
             part = MicroBatch(0, 1, 0.0)

@@ -1,9 +1,9 @@
 """Records which samples each step consumed, and checks them against the data order.
 
 A run writes into its own folder, one file for each rank and generation. A step that is recomputed
-after a fault has lines of several generations; the newest counts, because the state was reset to
-before the older ones. A folder may contain the folders of several runs of a job, whose names sort
-by age.
+after a fault has lines of several generations; the newest generation counts, because the state was
+reset to before the older lines. A folder may contain the folders of several runs of a job, whose
+names sort by age.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Order(Protocol):
     """The order of a dataset, or of a stream."""
 
     def indices(self, start: int, count: int) -> NDArray[np.int64]:
-        """The numbers of the samples at the positions `start` to `start + count - 1`."""
+        """Returns the numbers of the samples at the positions `start` to `start + count - 1`."""
         ...
 
 
@@ -56,17 +56,19 @@ class SampleLedger:
         self._samples.extend(samples)
 
     def add_skipped(self, samples: Sequence[int]) -> None:
-        """Adds those of them that were bad, and left out."""
+        """Adds those of the samples in `add_samples` that were bad, and left out."""
         self._skipped.extend(samples)
 
     def write_step(self, step: int) -> None:
-        """Write the line of a step, counted from 1: the samples consumed since the previous one.
+        """Writes the line of a step, counted from 1: the samples consumed since the previous one.
         Raises DataError if the line could not be written."""
         fields = {**self._rank_fields, "step": step, "samples": self._samples}
-        line = json.dumps(fields | ({"skipped": self._skipped} if self._skipped else {})) + "\n"
+        if self._skipped:
+            fields["skipped"] = self._skipped
+        line = json.dumps(fields) + "\n"
         try:
             # Opened for each line: a generation may end at any time, without closing anything.
-            # All of it or nothing, because it may be written again.
+            # Appends the whole line or nothing, because the line may be written again.
             append_all(self._path, line.encode(), create=False)
         except OSError as error:
             raise self._write_error(error) from error
@@ -98,8 +100,9 @@ class LedgerMismatch:
 
 
 def read_ledger(folder: str | Path, *, skipped: bool = False) -> dict[int, list[int]]:
-    """The samples of every step in the job's history, rank by rank; or those of them that were bad,
-    and left out. Raises DataError if there is no ledger, or a line in it is damaged."""
+    """Returns the samples of every step in the job's history, rank by rank; with `skipped`, those
+    of them that were bad, and left out. Raises DataError if there is no ledger, or a line in it is
+    damaged."""
     folder = Path(folder)
     # step -> (run, generation) -> rank -> samples
     by_step: defaultdict[int, dict[tuple[str, int], dict[int, list[int]]]] = defaultdict(dict)
@@ -123,8 +126,8 @@ def read_ledger(folder: str | Path, *, skipped: bool = False) -> dict[int, list[
 def check_ledger(
     folder: str | Path, order: Order, global_batch: int, steps: int | None = None
 ) -> list[LedgerMismatch]:
-    """The steps that did not consume exactly the samples of their positions, each once. `steps` is
-    the number of steps that the job finished; None: those in the ledger."""
+    """Returns the steps that did not consume exactly the samples of their positions, each once.
+    `steps` is the number of steps that the job finished; None: those in the ledger."""
     consumed = read_ledger(folder)
     last = max(consumed, default=0) if steps is None else steps
     mismatches = []
@@ -139,7 +142,7 @@ def check_ledger(
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Complete lines of a file; text after the last newline was truncated by a SIGKILL."""
+    """Yields the complete lines of a file; text after the last newline was cut by a SIGKILL."""
     *lines, _ = path.read_bytes().split(b"\n")
     for number, text in enumerate(lines, start=1):
         try:

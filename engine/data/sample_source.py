@@ -1,4 +1,4 @@
-"""Sources of a loader: the samples of a dataset, or others, by their positions."""
+"""The interface of a source of samples by position, and the source of a map-style dataset."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rayzero.engine.data.way_out import way_out
 from rayzero.engine.errors import DataError, named_errors
 
 Register = Callable[[str, Callable[[], Any], Callable[[Any], object]], None]
-"""`TrainingState.register`, of what a source keeps in the training state."""
+"""`TrainingState.register`: (name, getter, setter) of state that a source keeps."""
 
 
 class MapDataset(Protocol):
     """A map-style dataset: `dataset[i]` for i in [0, len(dataset)).
 
-    `__getitems__(indices: list[int]) -> list[sample]` is used if the dataset has it; in processes
-    with one index.
+    If the dataset has `__getitems__(indices: list[int]) -> list[sample]`, that is called instead;
+    in the loader's processes with one index at a time.
     """
 
     def __len__(self) -> int: ...
@@ -31,17 +31,18 @@ class MapDataset(Protocol):
 
 
 class SampleSource(ABC):
-    """The job's samples by their positions, which are sample cursors. Used by the thread that reads
+    """The job's samples by position; a position is a sample cursor. Used by the thread that reads
     ahead.
 
     Attributes:
-        length: samples of an epoch.
-        may_wait: reading may have to wait for what others make, for any time: the training thread
-            shows signs of life meanwhile.
-        maker: makes a sample of what `read` returns for it, also in another process; None: that is
-            the sample.
-        make_all: the same for several at once, in this process; None: one by one.
-        seed: of random numbers in `maker`, in other processes.
+        length: number of samples of an epoch.
+        may_wait: `read` may wait without limit for samples that other processes make; the training
+            thread shows signs of life meanwhile.
+        maker: makes a sample of a raw value that `read` returns, also in another process; None: raw
+            values are samples.
+        make_all: makes the samples of several raw values at once, in this process; None: `maker`
+            makes one by one.
+        seed: seeds the random numbers of `maker` in other processes.
     """
 
     length: int
@@ -53,31 +54,32 @@ class SampleSource(ABC):
     def begin(  # noqa: B027 -- a default
         self, cursor: int, split: StepSplit, check: Callable[[], None]
     ) -> None:
-        """Reading begins with the step at that cursor, of which this rank reads that part, as of
-        those after it."""
+        """Called before the first `read` of an iteration. Its first step is the one at `cursor`;
+        `split` has this rank's part of each step."""
 
     @abstractmethod
     def read(
         self, step: int, part: MicroBatch, *, is_last: bool, check: Callable[[], None]
     ) -> tuple[list[int], Sequence[Any]]:
-        """The numbers of the samples of a micro-batch, and of each what `maker` gets. Without one,
-        samples may have a method `collate()`, which does what `default_collate` would.
+        """Returns the numbers of the samples of a micro-batch, and a raw value for each. Without a
+        `maker`, the sequence may have a method `collate()`, which replaces `default_collate`.
 
         Args:
-            step: the cursor at which its step begins.
-            is_last: of its step, on this rank.
-            check: raises where reading is to stop; to be called while waiting.
+            step: the cursor at which the micro-batch's step begins.
+            is_last: whether this is the step's last micro-batch on this rank.
+            check: raises if reading is to stop; `read` calls it while waiting.
         """
 
     def read_samples(self, start: int, count: int) -> list[Any]:
-        """The samples of some positions, made here. Raises DataError, which names a bad one."""
+        """Returns the samples at `start` to `start + count - 1`, made in this thread. Raises
+        DataError that names a bad sample."""
         part = MicroBatch(0, count, 1.0)
         _, raws = self.read(start, part, is_last=False, check=lambda: None)
         if (maker := self.maker) is None:
             return list(raws)
         samples = []
         for raw in raws:
-            failing = self.describe(raw)  # read by who looks for a hang
+            failing = self.describe(raw)  # `workers/stacks.py` reads this variable of the frame
             samples.append(sample := make_sample(maker, raw))
             if isinstance(sample, BadSample):
                 raise DataError(
@@ -87,7 +89,7 @@ class SampleSource(ABC):
         return samples
 
     def describe(self, raw: Any) -> str:
-        """Says which sample is made of it: source, block and row."""
+        """Names the sample that is made of `raw`: its source, block and row."""
         return f"sample {raw} of the training data"
 
 

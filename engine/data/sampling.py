@@ -5,8 +5,8 @@ The order is a function of (seed, epoch, sample cursor) in O(1) memory. An epoch
 network (Luby and Rackoff 1988) over the smallest domain of an even number of bits that holds n,
 with cycle walking (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains") to stay
 inside [0, n): values outside are enciphered again, four passes on average in the worst case. Keys
-and rounds are mixed by the finaliser of splitmix64 (Steele, Lea and Flood 2014). A good shuffle,
-not cryptography.
+and rounds are mixed by the finaliser of splitmix64 (Steele, Lea and Flood 2014). This is a good
+shuffle, not cryptography.
 
 The global batch is constant at every world size. A step's samples are split over the ranks in
 contiguous ranges, evenly or by given shares, and a rank's range evenly over its micro-steps. Every
@@ -56,14 +56,14 @@ class SampleOrder:
         self._half_mask = np.uint64((1 << int(self._half_bits)) - 1)
 
     def indices(self, start: int, count: int) -> NDArray[np.int64]:
-        """The dataset indices at positions `start` to `start + count - 1`, across epochs. Returns
+        """Returns the dataset indices at positions `start` to `start + count - 1`, across epochs:
         int64, shape (count,), each in [0, length)."""
         positions = np.arange(start, start + count, dtype=np.uint64)
         epochs, values = np.divmod(positions, np.uint64(self.length))
         return self.permute(epochs, values)
 
     def permute(self, epochs: NDArray[np.uint64], values: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """The dataset index at place `values[i]` of epoch `epochs[i]`. Returns int64."""
+        """Returns the dataset index at place `values[i]` of epoch `epochs[i]`: int64."""
         seeds = np.full(1, self.seed & _MASK_64, dtype=np.uint64)
         keys = _splitmix64(_splitmix64(seeds) ^ epochs)
         values = self._feistel(values, keys)
@@ -105,8 +105,8 @@ def _splitmix64(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 class MicroBatch:
     """One rank's part of one micro-step: samples `start` to `start + count - 1` of the step.
 
-    `weight` is its weight in the step's gradient, `count / global_batch`. One without samples is a
-    filler: it runs on sample `start` of another rank with weight zero.
+    `weight` is its weight in the step's gradient, `count / global_batch`. A micro-batch of count 0
+    is a filler: it runs on sample `start`, which belongs to another one, with weight zero.
     """
 
     start: int
@@ -115,13 +115,13 @@ class MicroBatch:
 
     @property
     def read_count(self) -> int:
-        """Number of samples to read from `start`: its own, or one filler."""
+        """Number of samples to read from `start`: `count`, or 1 for a filler."""
         return self.count or 1
 
 
 class StepSplit(tuple[MicroBatch, ...]):
-    """This rank's micro-batches of every step. Another object after each change of the ranks, also
-    if it is equal."""
+    """This rank's micro-batches of every step. Each change of the ranks makes a new object, even an
+    equal one: splits are compared by identity."""
 
     __slots__ = ()
 
@@ -129,12 +129,12 @@ class StepSplit(tuple[MicroBatch, ...]):
 def samples_per_rank(
     global_batch: int, world_size: int, shares: Sequence[float] = ()
 ) -> tuple[int, ...]:
-    """Number of samples of a step for each rank; the sum is `global_batch`. Raises ConfigError if a
-    size is smaller than 1, or the shares do not fit `world_size` ranks.
+    """Returns the number of samples of a step for each rank; the sum is `global_batch`. Raises
+    ConfigError if a size is smaller than 1, or the shares do not fit `world_size` ranks.
 
     Args:
-        shares: each rank's share, adding up to 1; empty for even shares. Rounded by the largest
-            remainder, ties to the lower rank.
+        shares: each rank's share, adding up to 1; empty for even shares. Counts are rounded by the
+            largest remainder, ties to the lower rank.
     """
     check_positive("the job", train_batch_size=global_batch, world_size=world_size)
     if not shares:
@@ -148,12 +148,12 @@ def samples_per_rank(
 
 
 def divide_by_shares(total: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers in proportion to shares, whose sum is exactly `total`: by the largest
-    remainder, ties to the lower one. All ranks compute the same: with fractions."""
+    """Divides `total` into whole numbers in proportion to the shares, by the largest remainder,
+    ties to the lower index. Fractions are exact, so all ranks compute the same."""
     scale = Fraction(total) / sum(map(Fraction, shares))
     quotas = [Fraction(share) * scale for share in shares]
     counts = [int(quota) for quota in quotas]
-    by_remainder = sorted(range(len(counts)), key=lambda it: counts[it] - quotas[it])
+    by_remainder = sorted(range(len(counts)), key=lambda number: counts[number] - quotas[number])
     for number in by_remainder[: total - sum(counts)]:
         counts[number] += 1
     return tuple(counts)
@@ -162,8 +162,8 @@ def divide_by_shares(total: int, shares: Sequence[float]) -> tuple[int, ...]:
 def count_micro_steps(
     global_batch: int, world_size: int, micro_batch: int, shares: Sequence[float] = ()
 ) -> int:
-    """Micro-steps of a step, equal on every rank: enough for the rank with the most samples, at
-    most `micro_batch` in each. Raises as `samples_per_rank`."""
+    """Returns the number of micro-steps of a step, the same on every rank: enough for the rank with
+    the most samples, at most `micro_batch` in each. Raises as `samples_per_rank`."""
     check_positive("the job", train_micro_batch_size_per_gpu=micro_batch)
     return -(-max(samples_per_rank(global_batch, world_size, shares)) // micro_batch)
 
@@ -171,8 +171,8 @@ def count_micro_steps(
 def assign_step(
     global_batch: int, world_size: int, rank: int, micro_batch: int, shares: Sequence[float] = ()
 ) -> tuple[MicroBatch, ...]:
-    """The micro-batches of `rank` in a step, in order: `count_micro_steps(...)` of them. Raises as
-    `samples_per_rank`, or if `rank` is outside [0, world_size)."""
+    """Returns the micro-batches of `rank` in a step, in order: `count_micro_steps(...)` of them.
+    Raises as `samples_per_rank`, or if `rank` is outside [0, world_size)."""
     micro_steps = count_micro_steps(global_batch, world_size, micro_batch, shares)
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} of {world_size}", f"0 to {world_size - 1}", "the rank")
@@ -187,7 +187,8 @@ def assign_step(
 
 
 def _even_slice(total: int, parts: int, part: int) -> tuple[int, int]:
-    """(start, count) of one of `parts` contiguous ranges of `total`; the first are larger."""
+    """Returns (start, count) of one of `parts` contiguous ranges of `total`. The first ranges have
+    one more, if the division has a remainder."""
     each, more = divmod(total, parts)
     return part * each + min(part, more), each + (part < more)
 
@@ -202,43 +203,44 @@ class TrainingProgress:
     # iteration begins.
     sample_cursor: int = 0
     # Weight of the loss of a micro-batch that the script has made, so that the gradients of all
-    # ranks and micro-steps sum to the mean over the global batch. One of a loader has its own.
+    # ranks and micro-steps sum to the mean over the global batch. A loader's have their own.
     micro_batch_weight: float = 1.0
     global_batch: int = 1  # samples of a step, over all ranks
     micro_batch: int = 1  # maximum samples of a micro-step on one rank
     skipped_steps: int = 0  # finished steps that changed nothing: a gradient was not finite
-    bad_samples: int = 0  # of finished steps, over all ranks: could not be made, and were left out
-    bad_in_step: int = 0  # of this rank, in the finished micro-steps of the current step
+    bad_samples: int = 0  # bad samples, which were left out of finished steps on all ranks
+    bad_in_step: int = 0  # bad samples of this rank in the current step's finished micro-steps
     # Calls of `step()` whose step did not count, because the process group broke.
     lost_steps: int = 0
     # {monitor: its service's identifier of this run}, on rank 0; see `engine.monitors`.
     monitor_runs: dict[str, str] = field(default_factory=dict)
-    # Where the training function has taken its place in the data from a checkpoint of its own.
+    # The sample cursor of the checkpoint from which the training function took its place in the
+    # data; 0: it did not.
     function_cursor: int = 0
     # The step in which a script first asked where it is, or for a checkpoint; None: it did not.
     place_asked_at: int | None = None
-    # Steps or epochs that are finished and the loop of a launched script that was run again has
-    # not come to yet: 0 at the end of an epoch where the state is; None: its place is not known.
+    # A launched script was run again, and is at the end of an epoch that was finished before: how
+    # far the state is ahead, in samples, steps or epochs. None: the loop is not at such an end.
     script_lag: int | None = None
     data_wait_s: float = 0.0  # total seconds that the training loop waited for loaders
     # Sets the random states of the restored step, until a step is finished.
     restore_rng: Callable[[], None] | None = None
 
     def reach_place(self) -> None:
-        """The loop is where the state is. A script that was run again may have drawn random numbers
-        on its way there, as in the evaluations of finished epochs: its random states are those of
-        the step again."""
+        """Called when the loop has come to where the state is: restores the random states of the
+        step. A script that was run again may have drawn random numbers on its way there, such as in
+        the evaluations of finished epochs."""
         restore_rng, self.restore_rng = self.restore_rng, None
         if restore_rng is not None:
             restore_rng()
 
     def ask_place(self) -> None:
-        """The script takes its place in the data itself."""
+        """Called when the script asks for its place in the data, to continue there by itself."""
         if self.place_asked_at is None:
             self.place_asked_at = self.step
 
     def finish_step(self, samples: int, *, finite: bool, bad: int) -> None:
-        """A step of that many samples is finished, of which `bad` were left out on all ranks."""
+        """Counts a finished step. `bad` of its `samples` samples were left out, on all ranks."""
         self.skipped_steps += not finite
         self.bad_samples += bad
         self.micro_step = self.bad_in_step = 0
@@ -247,7 +249,8 @@ class TrainingProgress:
         self.sample_cursor += samples
 
     def lose_step(self, before: TrainingProgress) -> None:
-        """A step is lost that has begun at `before`, and may have been counted since."""
+        """Goes back to `before`, the progress when a step began that is lost now. The step may have
+        been counted as finished."""
         self.step = before.step
         self.sample_cursor = before.sample_cursor
         self.skipped_steps = before.skipped_steps
@@ -256,7 +259,7 @@ class TrainingProgress:
         self.lost_steps += 1
 
     def check_bad_samples(self, bad: int, limit: int) -> None:
-        """Raises DataError if a step with that many bad samples on all ranks is one too many."""
+        """Raises DataError if a step with `bad` bad samples on all ranks exceeds the limit."""
         if bad and self.bad_samples + bad > limit:
             raise bad_samples_error(
                 f"{self.bad_samples + bad} samples could not be used, {bad} of them in step "
@@ -267,7 +270,7 @@ class TrainingProgress:
 
 
 def bad_samples_error(seen: str, count: int, limit: int) -> DataError:
-    """The error of a sample that is one too many of those that cannot be used."""
+    """Returns the error for a sample that cannot be used, and exceeds the limit of such samples."""
     return DataError(
         seen,
         f"{limit} such samples in a job; this is number {count}" if limit else "",

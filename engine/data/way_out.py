@@ -1,4 +1,4 @@
-"""Names what replaces training data that can only be iterated, or is another system's."""
+"""Names the calls of rayzero.data that accept training data which a loader cannot read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ANY = "rayzero.data.stream(rayzero.data.blocks(paths)), or a map-style dataset"
 
 
 def way_out(data: object) -> str:
-    """Says what to write instead."""
+    """Returns the code to write instead of `data`, for the `fix` of an error."""
     if isinstance(data, BlockSource):
         return "rayzero.data.stream(source)"
     if isinstance(data, IterableStream):

@@ -1,4 +1,4 @@
-"""A micro-batch as a loader yielded it, and those that were yielded for other ranks."""
+"""A micro-batch as a loader yielded it, and those that were yielded before the ranks changed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rayzero.engine.data.sampling import StepSplit, TrainingProgress
 class YieldedBatch:
     """One micro-batch of this rank, as the loader yielded it."""
 
-    position: tuple[int, int]  # (sample cursor of its step, number in it): strictly increasing
+    position: tuple[int, int]  # (sample cursor of its step, number in that): strictly increasing
     weight: float  # of its loss in the mean over the global batch
     own_indices: Sequence[int]  # dataset indices of this rank's samples; empty for a filler
-    is_last: bool  # of its step
-    progress: TrainingProgress  # of the engine whose loader it is
+    is_last: bool  # whether its step has no more micro-batches
+    progress: TrainingProgress  # of the engine whose loader yielded it
     split: StepSplit
-    skipped: Sequence[int] = ()  # of own_indices, those that are not in it
+    skipped: Sequence[int] = ()  # those of own_indices that are bad, and left out
     tensors: list[TensorWeakRef] = field(default_factory=list)
 
     @property
     def is_held(self) -> bool:
-        """Whether the script can still train on it."""
-        return not self.tensors or any(it() is not None for it in self.tensors)
+        """Whether the script can still train on it: one of its tensors lives, or it has none."""
+        return not self.tensors or any(tensor() is not None for tensor in self.tensors)
 
     def __str__(self) -> str:
         progress = self.progress
@@ -36,12 +36,12 @@ class YieldedBatch:
 
 
 class StaleBatches:
-    """Micro-batches that the loop had read before the ranks changed. What it trains on of them
-    changes nothing, because all of their samples are read again, split for the present ranks.
+    """Micro-batches that the loop had read before the ranks changed. If the loop trains on one, it
+    changes nothing: all of their samples are read again, split for the present ranks.
 
     Attributes:
-        waiting: those that the loop may still come to, in its order.
-        is_next: the model's last forward was of one, and its step() has not ended.
+        waiting: the micro-batches that the loop may still train on, in its order.
+        is_next: whether the model's last forward was of one of these, and its step() has not ended.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class StaleBatches:
         self.is_next = False
 
     def end_step(self) -> None:
-        """The step() of the oldest has ended, or it has none."""
+        """Called when a step() has ended. Removes the oldest micro-batch if the step was of it."""
         if self.is_next and self.waiting:
             self.waiting.popleft()
         self.is_next = False

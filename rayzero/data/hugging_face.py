@@ -24,23 +24,25 @@ _NOT_BY_SHARD = {
     "TakeExamplesIterable": "take(), which takes other rows of the shards",
     "SkipExamplesIterable": "skip(), which skips other rows of the shards",
 }
-"""Steps of `datasets` whose rows are not those of the shards one after the other."""
+"""Steps of `datasets` whose rows are not the rows of the shards, one shard after the other."""
 
 
 def from_hf(
     dataset: Any, rows_per_block: int = ROWS_PER_BLOCK, counts: Sequence[int] | None = None
 ) -> BlockSource:
-    """A `datasets.Dataset`: ranges of `rows_per_block` rows are the blocks; or an
-    `IterableDataset`: its shards are.
+    """Makes a source of a `datasets.Dataset`, whose blocks are ranges of `rows_per_block` rows; or
+    of an `IterableDataset`, whose blocks are its shards.
 
-    Rows come as they are stored, as Arrow; a transform of the dataset itself is refused: give it to
+    Rows come as they are stored, as Arrow. A transform of the dataset itself is refused: give it to
     `rayzero.data.stream`. Nothing says how many rows a shard has, so each is read once to count
-    them, unless `counts` are given: `source.counts` of an earlier call. A shard that is shuffled by
-    a buffer, endless, or of more than 2**20 rows is refused.
+    them, unless `counts` has the rows of each shard: `source.counts` of an earlier call, if no
+    shard was empty. A shard that is shuffled by a buffer, endless, or of more than 2**20 rows is
+    refused.
 
-    Raises ConfigError for what cannot be read exactly; DataError if there are no rows.
+    Raises ConfigError for a dataset that cannot be read exactly; DataError if there are no rows.
     """
-    datasets: Any = sys.modules.get("datasets")  # not a dependency: who has one has imported it
+    # `datasets` is not a dependency: a caller that has a dataset has imported it.
+    datasets: Any = sys.modules.get("datasets")
     if isinstance(dataset, getattr(datasets, "Dataset", ())):
         return HfRows(dataset, rows_per_block)
     if isinstance(dataset, getattr(datasets, "IterableDataset", ())):
@@ -71,7 +73,7 @@ class HfRows:
         self._dataset = dataset.with_format("arrow", columns=dataset.format["columns"])
 
     def read(self, block: int) -> pa.Table:
-        """All rows of a block. Thread-safe. Raises DataError, which names them."""
+        """Returns all rows of a block. Thread-safe. Raises DataError that names the rows."""
         start, end = self._bounds[block : block + 2].tolist()
         with named_errors(
             lambda: f"{self.describe(block)} cannot be read",
@@ -85,7 +87,7 @@ class HfRows:
 
     @property
     def fingerprint(self) -> str:
-        """Hashes the dataset's own, which changes with its rows and every transform."""
+        """Hashes the dataset's own fingerprint, which changes with its rows and every transform."""
         own = self._dataset.with_format(None)._fingerprint
         columns = self._dataset.format["columns"]
         return xxhash.xxh3_128_hexdigest(f"{own} {columns}".encode() + self.counts.tobytes())
@@ -97,12 +99,13 @@ class HfShards:
     def __init__(self, dataset: Any, counts: Sequence[int] | None) -> None:
         self.name = dataset.info.dataset_name or "hf"
         self._dataset = dataset.with_format("arrow")
-        if named := next(filter(None, map(_NOT_BY_SHARD.get, hf_steps(dataset))), None):
-            raise ConfigError(
-                f"the iterable dataset has {named}",
-                "map, filter, select_columns",
-                "leave it out, or give the dataset to rayzero.data.iterable",
-            )
+        for step in hf_steps(dataset):
+            if step in _NOT_BY_SHARD:
+                raise ConfigError(
+                    f"the iterable dataset has {_NOT_BY_SHARD[step]}",
+                    "map, filter, select_columns",
+                    "leave it out, or give the dataset to rayzero.data.iterable",
+                )
         number = dataset.num_shards
         if counts is not None and len(counts) != number:
             raise ConfigError(f"{len(counts)} counts are given", f"{number}, the shards", "counts")
@@ -114,8 +117,8 @@ class HfShards:
             raise DataError("the dataset has no rows", "one row or more", "choose another split")
 
     def read(self, block: int) -> pa.Table:
-        """All rows of a shard, and of a longer one than it was some more: they are counted by who
-        reads. Thread-safe. Raises DataError, which names shard and row."""
+        """Returns all rows of a shard; if it has become longer, more rows than were counted, which
+        the caller refuses. Thread-safe. Raises DataError that names shard and row."""
         parts = list(self._read_parts(int(self._shards[block]), int(self.counts[block])))
         table = pa.concat_tables(parts, promote_options="permissive") if parts else pa.table({})
         return table.replace_schema_metadata()
@@ -131,7 +134,7 @@ class HfShards:
         return rows
 
     def _read_parts(self, shard: int, limit: int) -> Iterator[pa.Table]:
-        """The rows of a shard, until there are more than the limit."""
+        """Yields the rows of a shard, until there are more than `limit`."""
         rows = 0
         part = self._dataset.shard(self._dataset.num_shards, shard)
         with named_errors(
@@ -150,13 +153,13 @@ class HfShards:
     @cached_property
     def fingerprint(self) -> str:
         """Hashes columns and counts, and rows at the beginning of a few shards, which it reads.
-        Raises ConfigError if one has other rows each time."""
+        Raises ConfigError if a shard has other rows each time."""
         counts = np.stack([self._shards, self.counts]).tobytes()
         columns = f"{self.name} {self._dataset.num_shards} {self._dataset.column_names}"
         compared = np.linspace(0, len(self._shards) - 1, _COMPARED_SHARDS, dtype=np.int64)
         shards = self._shards[np.unique(compared)].tolist()
-        rows = [digest_ends(next(self._read_parts(it, 0))) for it in (*shards, shards[0])]
-        if rows.pop() != rows[0]:
+        rows = [digest_ends(next(self._read_parts(shard, 0))) for shard in shards]
+        if digest_ends(next(self._read_parts(shards[0], 0))) != rows[0]:
             raise ConfigError(
                 f"shard {shards[0]} of {self.name} has other rows each time",
                 "a dataset that yields the same rows each time",

@@ -19,9 +19,9 @@ TIMEOUT_S = 600.0
 
 
 def from_ray(dataset: Any, timeout_s: float = TIMEOUT_S) -> BlockSource:
-    """Run a Ray dataset's transforms, on Ray's CPUs, and read its blocks from the object store.
+    """Runs a Ray dataset's transforms, on Ray's CPUs, and reads its blocks from the object store.
 
-    Its order is that of the input (`preserve_order`). A job can be resumed if the transforms make
+    Their order is that of the input (`preserve_order`). A job can be resumed if the transforms make
     the same rows again: random ones belong in `rayzero.data.stream(transform=)`. Call it once, in
     the process that submits the job, and pass the source on: a call in each worker would run the
     transforms in each. The blocks live as long as that process; of a dataset that must outlive it,
@@ -41,7 +41,7 @@ def from_ray(dataset: Any, timeout_s: float = TIMEOUT_S) -> BlockSource:
     dataset.context.execution_options.preserve_order = True
     with named_errors(lambda: "the Ray dataset cannot be made", fix="correct its transforms"):
         refs = dataset.materialize().to_arrow_refs()
-        # Counted where the blocks are: nothing but the numbers comes here.
+        # Counted on the nodes where the blocks are: only the counts and digests come here.
         found = ray.get([_count.remote(ref) for ref in refs], timeout=timeout_s)
     counts = np.array([count for count, _ in found], np.int64)
     if not counts.sum():
@@ -53,7 +53,7 @@ def from_ray(dataset: Any, timeout_s: float = TIMEOUT_S) -> BlockSource:
 
 @dataclass(eq=False)
 class RayBlocks:
-    """References to blocks in Ray's object store, and their counts."""
+    """A source of blocks in Ray's object store: references to them, and their counts."""
 
     refs: Sequence[Any]
     counts: np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -62,8 +62,8 @@ class RayBlocks:
     name: str = "ray"
 
     def read(self, block: int) -> pa.Table:
-        """All rows of a block. Thread-safe. Raises DataError, which names the block, if it was lost
-        and Ray cannot make it again, or does not arrive in time."""
+        """Returns all rows of a block. Thread-safe. Raises DataError, which names the block, if it
+        was lost and Ray cannot make it again, or if it does not arrive in time."""
         try:
             return ray.get(self.refs[block], timeout=self.timeout_s)
         except ray.exceptions.RayError as error:

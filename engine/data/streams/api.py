@@ -1,4 +1,4 @@
-"""`rayzero.data`: what a script calls to describe a stream."""
+"""The functions of `rayzero.data` by which a script describes a stream."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def stream(
     threads: int = _THREADS,
     read_timeout_s: float = _READ_TIMEOUT_S,
 ) -> StreamDataset:
-    """A source of blocks as training data: each row once an epoch, in an order that depends on the
-    job's seed and the position only, at any number of workers and through faults and resizes.
+    """Makes training data of a source of blocks: each row once an epoch, in an order that depends
+    on the job's seed and the position only, at any number of workers, through faults and resizes.
 
     A sample is a dict of a row's columns: lists of numbers are numpy arrays, others Python values.
     The rows of a step are sorted by block, so the rows of a micro-batch are of few blocks. Without
@@ -35,16 +35,16 @@ def stream(
 
     Args:
         shuffle_window: number of blocks whose rows are mixed. A worker holds its part of two
-            windows. Blocks at the ends of parts are read by two workers: of N workers, at most
+            windows. Blocks at the ends of parts are read by two workers: with N workers, at most
             (N - 1) / shuffle_window of all blocks are read once more.
-        cache_bytes: of the blocks in a worker's memory, at most, and of what reading one takes:
-            four times its size, and 128 MiB a thread that Arrow's pool keeps. Where that is more
-            than a quarter, Arrow allocates by jemalloc from then on, which returns freed memory,
-            unless ARROW_DEFAULT_MEMORY_POOL chooses another pool.
+        cache_bytes: the most memory of a worker for blocks and for reading them. Reading a block
+            takes four times its size, and Arrow's pool keeps 128 MiB for each thread. If the latter
+            is more than a quarter of `cache_bytes`, Arrow allocates by jemalloc from then on, which
+            returns freed memory, unless ARROW_DEFAULT_MEMORY_POOL chooses another pool.
         transform: makes a sample of the dict of a row, in the thread that reads ahead, or in
             `rayzero.loader.num_workers` processes.
-        threads: the most that read blocks, in each worker; of local files at most one for each of
-            its cores.
+        threads: the most threads of a worker that read blocks; for local files, not more than it
+            has cores.
         read_timeout_s: how long one block may take.
 
     Raises:
@@ -63,17 +63,18 @@ def mix(
     threads: int = _THREADS,
     read_timeout_s: float = _READ_TIMEOUT_S,
 ) -> StreamDataset:
-    """A mixture of sources by weights: after any number of samples, each source has had its share
-    of them, to within one sample.
+    """Mixes sources by weights: after any number of samples, each source has had its share of them,
+    to within one sample.
 
     Args:
         sources: {name: (source, weight)}. A source may be a `stream` with its own `shuffle_window`
             and `transform`; its other settings are those of the mixture.
-        changes: {step: {name: weight}}: weights that change before that step, counted from 0, in
-            samples of the `train_batch_size` with which the job began.
+        changes: {step: {name: weight}}: weights that change before a step. Steps count from 0, and
+            have the `train_batch_size` with which the job began.
         max_epochs: {name: how often its rows are used, such as 1.5}. After that, the other sources
-            share by their weights. By default epochs repeat. If each source has one, an epoch of
-            the mixture ends when all are used; otherwise it has as many samples as all sources.
+            share by their weights. By default epochs repeat. If each source has a limit, an epoch
+            of the mixture ends when all are reached; otherwise it has as many samples as all
+            sources together.
 
     Raises:
         ConfigError: a name is unknown, or a number is not positive.
@@ -99,12 +100,14 @@ def mix(
     _check_numbers("weight", first, sources)
     _check_numbers("max_epochs", max_epochs, sources, positive=True)
     is_by_step = isinstance(changes, Mapping)
-    if not is_by_step or any(not is_number(it, whole=True) or it < 0 for it in changes):
+    if not is_by_step or any(not is_number(step, whole=True) or step < 0 for step in changes):
         raise ConfigError(f"changes of a mixture is {changes!r}", "{step: {name: weight}}")
     weights = {0: first}
+    current = first
     for step, change in sorted(changes.items()):
         _check_numbers("weight", change, sources)
-        weights[step] = {**weights[max(it for it in weights if it <= step)], **change}
+        current = {**current, **change}
+        weights[step] = current
     mixture = Mixture(
         {step: tuple(by_name.values()) for step, by_name in weights.items()},
         tuple(max_epochs.get(name) for name in sources),
@@ -122,17 +125,17 @@ def iterable(
     read_ahead: int = 64,
     read_timeout_s: float = _READ_TIMEOUT_S,
 ) -> IterableStream:
-    """Iterables as training data, through a fixed number of readers, at any number of workers: in
-    turn, each yields its next row. No row is lost or doubled through faults and resizes, if a
-    reader yields the same rows whenever it is made, also after `load_state_dict`.
+    """Makes training data of iterables. A fixed number of readers yield their rows in turn, at any
+    number of workers. Faults and resizes neither lose nor repeat a row, if a reader yields the same
+    rows whenever it is made, also after `load_state_dict`.
 
-    An epoch has `rows` rows, each once: where readers have different numbers of them, the turns go
-    over those that still have some. Without `rows` each reader begins again where it ends, and the
-    loader's epoch has no end: train with `loader.until(step)`.
+    With `rows`, an epoch has each row once; if readers have different numbers of rows, those that
+    still have some take turns. Without `rows`, a reader that ends begins again, and the loader's
+    epoch has no end: train with `loader.until(step)`.
 
-    A reader is run by one worker, if the readers are a multiple of the workers and divide
-    `train_batch_size`; by two, which both read all of its rows, where their parts meet. Wherever it
-    begins again, fewer than `snapshot_every` of its rows are read again.
+    One worker runs a reader if the readers are a multiple of the workers and divide
+    `train_batch_size`. Otherwise two workers, whose parts of a step meet in a reader, both read all
+    of its rows. When a reader begins again, fewer than `snapshot_every` rows are read again.
 
     Args:
         source: `make(reader, readers)`, which returns a new iterable of that reader's rows, with
@@ -141,18 +144,18 @@ def iterable(
             each reader. Or a dataset with `shard(num_shards, index)`, such as an `IterableDataset`
             of Hugging Face.
         readers: by default the dataset's number of shards; at most that.
-        rows: of each reader in an epoch, or of all alike.
+        rows: number of rows of each reader in an epoch, or one number for all readers.
         snapshot_every: rows of a reader between two snapshots of its state, which are part of the
             training state.
         transform: makes a sample of a row, in the thread that reads ahead, or in
             `rayzero.loader.num_workers` processes.
-        replay: needs no state: a reader that begins again reads from the beginning of its epoch.
+        replay: a reader that begins again reads from the beginning of its epoch; it needs no state.
         read_ahead: rows of each reader that may be in memory before they are needed.
         read_timeout_s: how long one row may take.
 
     Raises:
-        ConfigError: an argument is of no use. One that tells when a reader is made: it has no state
-            and no `replay`, or its state is known to be inexact, as that of a shuffle buffer is.
+        ConfigError: an argument is wrong. Raised later, when a reader is made, if `replay` is not
+            set and the reader has no state, or an inexact one, such as that of a shuffle buffer.
     """
     make, shards = source, None
     if hasattr(source, "shard"):

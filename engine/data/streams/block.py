@@ -23,18 +23,18 @@ class BlockSource(Protocol):
     counts: Integers
 
     def read(self, block: int) -> pyarrow.Table:
-        """All rows of one block. Called by several threads at once. Raises DataError that names
-        file and block."""
+        """Returns all rows of one block. Called by several threads at once. Raises DataError that
+        names file and block."""
         ...
 
     def describe(self, block: int) -> str:
-        """Says where a block is: `s3://b/a.parquet, row group 3`."""
+        """Returns where a block is, for errors: `s3://b/a.parquet, row group 3`."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the files, counts and columns: it changes with each of them. It is in the
-        training state, and is compared when that is loaded."""
+        """Identifies the data: a string that changes with the files, counts or columns. It is part
+        of the training state, and is compared when that is loaded."""
         ...
 
 
@@ -43,7 +43,7 @@ def describe_block(source: BlockSource, block: int) -> str:
 
 
 def check_source(given: Any, call: str) -> None:
-    """Raises ConfigError if a call got something else than a source."""
+    """Raises ConfigError if a call got something other than a source."""
     if not all(hasattr(given, name) for name in ("name", "counts", "read", "describe")):
         raise ConfigError(
             f"{call} got a {type(given).__name__}",

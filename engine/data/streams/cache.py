@@ -22,13 +22,13 @@ log = logging.getLogger("rayzero.engine")
 Key = tuple[int, int]  # (source, block)
 
 CHECK_INTERVAL_S = 0.2
-"""How often a reader that waits for a block looks if it is to stop."""
+"""How often a reader that waits for a block checks whether it is to stop."""
 
 READ_FACTOR = 4
-"""How often a block is in memory while it is read: bytes of the file, pages, columns."""
+"""How many times a block is in memory while it is read: bytes of the file, pages, columns."""
 KEPT_BYTES = 128 << 20
-"""The most that Arrow's usual pool, mimalloc, was seen to keep of what a thread freed, that reads
-one block after another: 24 to 113 MiB, of blocks of 8 and 66 MiB."""
+"""The most freed memory that Arrow's usual pool, mimalloc, keeps for a thread that reads one block
+after another. Measured: 24 to 113 MiB, with blocks of 8 and 66 MiB."""
 _KEPT_SHARE = 1 / 4
 _POOL_VARIABLE = "ARROW_DEFAULT_MEMORY_POOL"
 
@@ -56,16 +56,16 @@ class ReadAhead:
 class BlockCache:
     """The blocks of some sources, by (index of the source, block).
 
-    Blocks are read by at most `threads` threads: first the one that a reader waits for, then
-    planned ones, as long as they fit. A thread ends when there is nothing to read, so none is idle;
-    `close` leaves it nothing. A block that was read stays until another one needs
-    its memory: first those that are not in use, the longest unused first.
+    At most `threads` threads read blocks; one more reads a block that a reader waits for. Such
+    blocks are read first, then planned ones, as long as they fit. A thread ends when there is
+    nothing to read, as after `close`. A block stays in memory until another one needs its room:
+    blocks that are not in use are dropped first, the least recently used of them first.
 
     Args:
-        limit_bytes: of all blocks in memory, those that are being read by estimate included, with
-            what reading takes.
-        threads: at most. Reads of a store wait for its answers; those of local files, which name
-            themselves so by `is_local`, only use a core: they get no more threads than cores.
+        limit_bytes: the most memory for all blocks. It includes blocks that are being read, by
+            estimate, and the memory that reading takes.
+        threads: the most threads. Reads of a store wait for its answers. Reads of local files only
+            use a core, so sources that have `is_local` get no more threads than cores.
         timeout_s: how long one block may take.
     """
 
@@ -78,38 +78,39 @@ class BlockCache:
         if all(getattr(source, "is_local", False) for source in sources):
             threads = min(threads, _count_cores())
         kept_bytes = threads * KEPT_BYTES if _keep_freed(limit_bytes, threads) else 0
-        self._room_bytes = limit_bytes - kept_bytes  # less: Arrow's pool keeps what is freed
+        self._room_bytes = limit_bytes - kept_bytes  # Arrow's pool keeps the rest
         self._threads = threads
         self._timeout_s = timeout_s
-        # The lock of all below.
+        # The lock of all attributes below.
         self._changed = threading.Condition()
-        self._blocks: OrderedDict[Key, BlockInMemory] = OrderedDict()  # the longest unused first
+        self._blocks: OrderedDict[Key, BlockInMemory] = OrderedDict()  # least recently used first
         self._errors: dict[Key, Exception] = {}
-        self._reading: dict[Key, int] = {}  # with the estimated bytes
-        self._wanted: list[Key] = []
-        # By source: the blocks in use, and how often each was read since it is.
+        self._reading: dict[Key, int] = {}  # blocks that are being read, with the estimated bytes
+        self._wanted: list[Key] = []  # blocks that a reader waits for, and nobody reads yet
+        # By source: the blocks in use, and how often each was read since it came into use.
         self._plans: dict[int, dict[Key, int]] = {}
         self._ahead: dict[int, ReadAhead] = {}
         self._row_bytes: dict[int, float] = {}  # by source: the most of a block that was read
 
     def plan(self, plans: Mapping[int, ReadAhead]) -> None:
-        """These blocks of each source are in use from now on. Those that are needed now are read
-        first, of the sources in turn; then the others, of the source that needs them first."""
+        """Sets the blocks in use of each source, from now on. First, blocks that are needed now are
+        read, of the sources in turn; then later ones, of the source with the first `due_step`."""
         with self._changed:
-            for source, own in plans.items():
+            for source, ahead in plans.items():
                 former = self._plans.get(source, {})
-                keys = [(source, block) for block in (*own.now, *own.later)]
+                keys = [(source, block) for block in (*ahead.now, *ahead.later)]
                 self._plans[source] = {key: former.get(key, 0) for key in keys}
-                self._ahead[source] = own
-                for key in [it for it in self._errors if it[0] == source and it not in keys]:
-                    del self._errors[key]
+                self._ahead[source] = ahead
+                for key in list(self._errors):
+                    if key[0] == source and key not in keys:
+                        del self._errors[key]
             self._start_readers()
 
     def get(self, key: Key, check: Callable[[], None]) -> BlockInMemory:
         """Returns a block, which is in use from now on.
 
         Args:
-            check: is called at least every `CHECK_INTERVAL_S` while waiting, and raises where that
+            check: is called at least every `CHECK_INTERVAL_S` while waiting, and raises if waiting
                 is to end.
 
         Raises:
@@ -131,21 +132,22 @@ class BlockCache:
             return self._blocks[key]
 
     def take_counts(self) -> Counter[tuple[int, str]]:
-        """Returns, by (source, name), since the last call: the `blocks` that were read, their
-        `bytes` in memory, and how often a batch took rows of a block that was there or not: `hits`,
-        `waits`."""
+        """Returns counts since the last call, by (source, name): the `blocks` that were read, their
+        `bytes` in memory, and how often a batch took rows of a block that was in memory (`hits`),
+        or was not (`waits`)."""
         with self._changed:
             taken, self.counters.untaken = self.counters.untaken, Counter()
         return taken
 
     def close(self) -> None:
-        """Drops the blocks; what is being read is read to its end, and dropped."""
+        """Drops the blocks. A block that is being read is dropped when its read ends."""
         with self._changed:
             self._plans, self._wanted, self._ahead = {}, [], {}
             self._blocks.clear()
             self.counters.held_bytes = 0
 
     def _check(self, key: Key, since_s: float, check: Callable[[], None]) -> None:
+        """Raises if waiting for a block is to end, or has taken too long. Needs the lock."""
         try:
             check()
             if monotonic() - since_s > self._timeout_s:
@@ -168,7 +170,7 @@ class BlockCache:
             ).start()
 
     def _next(self) -> Key | None:
-        """The block to read next, which is being read from now on; None if there is none, or no
+        """Chooses the block to read next, and reserves its memory; None if there is none, or no
         room for it. Needs the lock."""
         if (key := self._find_next()) is not None:
             self._reading[key] = self._estimate(key)
@@ -176,28 +178,29 @@ class BlockCache:
 
     def _find_next(self) -> Key | None:
         if self._wanted:
-            # What is being read makes room when it ends: no block in use is dropped before.
+            # Other reads free memory when they end: until then no block in use is dropped.
             is_alone = not self._reading
             has_room = self._make_room(self._estimate(self._wanted[0]), in_use_too=is_alone)
             return self._wanted.pop(0) if has_room or is_alone else None
         for key in self._sequence():
             if key in self._blocks or key in self._reading or key in self._errors:
                 continue
-            # The first block of a source tells how large its others are. Nothing is read ahead of
-            # them meanwhile: it would take their room.
-            if key[0] not in self._row_bytes and any(key[0] == it for it, _ in self._reading):
+            # The sizes of a source's blocks are estimated by the first that was read. While that is
+            # being read, no block after it in the sequence is: it might take the room of others.
+            is_first_being_read = any(key[0] == source for source, _ in self._reading)
+            if key[0] not in self._row_bytes and is_first_being_read:
                 return None
             has_room = self._make_room(self._estimate(key), in_use_too=False)
             return key if has_room else None
         return None
 
     def _sequence(self) -> Iterator[Key]:
-        """The planned blocks in the sequence in which they are read."""
-        now = ([(it, block) for block in own.now] for it, own in self._ahead.items())
+        """Yields the planned blocks in the sequence in which they are read."""
+        now = ([(source, block) for block in ahead.now] for source, ahead in self._ahead.items())
         for keys in zip_longest(*now):
             yield from (key for key in keys if key is not None)
-        for source, own in sorted(self._ahead.items(), key=lambda it: it[1].due_step):
-            yield from ((source, block) for block in own.later)
+        for source, ahead in sorted(self._ahead.items(), key=lambda item: item[1].due_step):
+            yield from ((source, block) for block in ahead.later)
 
     def _make_room(self, nbytes: int, *, in_use_too: bool) -> bool:
         """Drops blocks until there is room, and returns whether there is. Needs the lock."""
@@ -216,28 +219,28 @@ class BlockCache:
         return int(READ_FACTOR * nbytes)
 
     def _read_blocks(self, key: Key | None) -> None:
-        """Body of a thread: reads a block, then as long as there are some that fit those that may
-        use the memory that it freed."""
+        """Body of a thread: reads a block. If Arrow's pool keeps the memory that this freed, reads
+        further blocks into it, as long as there are some that fit."""
+        keeps_freed = self._room_bytes < self._limit_bytes
         while key is not None:
             block, error = None, None
             try:
                 block = self._read_checked(key)
             except Exception as raised:  # noqa: BLE001 -- raised where the block is used
                 error = raised
-            if self._room_bytes == self._limit_bytes:
+            if not keeps_freed:
                 pa.default_memory_pool().release_unused()
             with self._changed:
                 self._take_in(key, block, error)
                 del block
-                keeps_freed = self._room_bytes < self._limit_bytes
-                goes_on = keeps_freed and len(self._reading) < self._threads
-                key = self._next() if goes_on else None
+                continues = keeps_freed and len(self._reading) < self._threads
+                key = self._next() if continues else None
                 self._start_readers()
                 self._changed.notify_all()
         pa.default_memory_pool().release_unused()
 
     def _take_in(self, key: Key, block: BlockInMemory | None, error: Exception | None) -> None:
-        """A block was read. Needs the lock."""
+        """Keeps a block that was read, or its error, if the block is in use. Needs the lock."""
         del self._reading[key]
         plan = self._plans.get(key[0], {})
         if key not in plan:
@@ -271,7 +274,7 @@ class BlockCache:
                 f"{self._describe(key)} has {read.table.num_rows} rows, and had {rows} when the "
                 "stream was made",
                 "data of the same rows each time",
-                "keep files and datasets as they are, and make the stream anew where they changed",
+                "keep files and datasets as they are, and make the stream again if they changed",
             )
         nbytes = read.nbytes
         if nbytes > self._limit_bytes:
@@ -293,19 +296,19 @@ class BlockCache:
 
 
 def _keep_freed(limit_bytes: int, threads: int) -> bool:
-    """Whether Arrow's pool keeps what reading a block freed for the next one: pages that the system
-    gives anew cost a third of a read. Where that would take more than a quarter of the limit,
-    Arrow allocates by jemalloc from then on, which returns what is freed."""
+    """Returns whether Arrow's pool keeps the memory that reading a block freed, for the next one:
+    new pages from the system cost a third of a read. If it would keep more than a quarter of the
+    limit, makes Arrow allocate by jemalloc from now on, which returns freed memory."""
     if threads * KEPT_BYTES <= _KEPT_SHARE * limit_bytes:
         return True
     if _POOL_VARIABLE not in os.environ and "jemalloc" in pa.supported_memory_backends():
-        # At once: what reading one block frees before its end would count, at the next one's.
+        # Returned at once: otherwise memory freed in one read would count in the next, too.
         pa.jemalloc_set_decay_ms(0)
         pa.set_memory_pool(pa.jemalloc_memory_pool())
     return False
 
 
 def _count_cores() -> int:
-    """The cores of this rank: those of the process, shared by the ranks of the node."""
+    """Returns this rank's share of the process's cores, which the ranks of the node share."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, len(os.sched_getaffinity(0)) // ranks)

@@ -1,4 +1,4 @@
-"""Compares what the order of a stream depends on with that of a training state."""
+"""Compares the values that the order of a stream depends on with those in a training state."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rayzero.engine.errors import DataError
 
 
 def check_identity(saved: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raises DataError if the training state was trained on a stream of another order. Both by
-    the words of an error."""
+    """Raises DataError if the training state was trained on a stream of another order. Both
+    mappings have the values under the names that the error uses."""
     for name in [*saved, *now]:
         if saved.get(name) != now.get(name):
             raise DataError(
@@ -25,10 +25,10 @@ def check_identity(saved: Mapping[str, str], now: Mapping[str, str]) -> None:
 
 
 def digest_ends(table: pa.Table) -> str:
-    """Hashes the values of the first and the last row of a table, which has one."""
-    rows = (table.slice(at, 1).columns for at in (0, len(table) - 1))
+    """Hashes the values of the first and the last row of a table, which has one row or more."""
+    rows = (table.slice(row, 1).columns for row in (0, len(table) - 1))
     values = [
-        # Of a type of another library, whose values' text may differ from process to process.
+        # The stored values of another library's type: its own may print otherwise in each process.
         (chunk.storage if isinstance(chunk, pa.ExtensionArray) else chunk).to_pylist()
         for columns in rows
         for column in columns

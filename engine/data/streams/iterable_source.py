@@ -1,21 +1,23 @@
 """Readers of iterables as the source of a `StepLoader`.
 
 A rank runs the readers whose rows are in its part of a step, each in a thread that reads ahead. A
-reader that comes to another rank begins there at its newest snapshot, and reads on to its row. How
-that rank knows the snapshot: each rank stores what it knows with its part of the training state,
-and every rank gets the parts of all, whenever a state is loaded or the ranks change. So ranks
-exchange nothing during steps.
+reader that moves to another rank begins there at its newest snapshot, and reads on to the row that
+is needed. Each rank stores the snapshots that it knows with its part of the training state, and
+gets the parts of all ranks whenever a state is loaded or the ranks change. So ranks exchange
+nothing during steps.
 
-Threads. `begin` and `read` are called by the loader's thread; `_get`, `_set` and `take_counts` by
-the training thread, concurrently. They share `_snapshots`, of which each value is replaced as a
-whole, and `_uses`, whose numbers grow; both are copied before they are used. A snapshot is true
-whoever took it; between a load and the next `begin`, a thread that is about to end adds none. A
-reader's thread ends when the reader is dropped: where ranks have changed, a state is loaded, a row
-is needed again, or with the source. It is not waited for: a row that hangs delays no repair.
+Threads. The loader's thread calls `begin` and `read`; the training thread calls `_get`, `_set` and
+`take_counts`, concurrently. They share `_snapshots`, of which each value is replaced as a whole,
+and `_uses`, whose numbers grow; both are copied before they are used. A snapshot is valid,
+whichever iteration took it. But between a load and the next `begin`, the thread of an iteration
+that is about to end adds none. A reader's thread ends when the reader is dropped: when ranks have
+changed, a state is loaded, a row is needed again, or with the source. Nothing waits for that
+thread: a row that hangs delays no repair.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,12 +35,12 @@ from rayzero.engine.data.streams.source import StreamRow, Transform, transform_r
 from rayzero.engine.errors import DataError
 
 STATE_NAME = "rayzero.iterable"
-"""The registered state with the snapshots, and what the order of the samples depends on."""
+"""The name of the registered state: snapshots, and the values that the order depends on."""
 
 
 class _KeptRow(NamedTuple):
-    """A row and its number; and the sample that this process has made of it: once, because a
-    transform may change the row."""
+    """A row with its number. `made` holds the sample once this process has made it of the row: a
+    transform is called only once, because it may change the row."""
 
     number: int
     row: StreamRow
@@ -54,11 +56,11 @@ def _make_once(transform: Transform, kept: _KeptRow) -> Any:
 class IterableSource(SampleSource):
     """The rows of a stream's readers, by position.
 
-    Rows that were read and not trained on are kept until that is done: an iteration that begins
-    anew, as `loader.steps(1)` in a loop does, finds them.
+    A row is kept from its read until it is trained on, so that a new iteration, such as that of
+    `loader.steps(1)` in a loop, does not read it again.
 
     Args:
-        register: the training state's.
+        register: the method of the training state.
 
     Raises:
         DataError: no reader has a row.
@@ -76,13 +78,15 @@ class IterableSource(SampleSource):
         self._progress = progress
         self._order = stream.order(progress.global_batch)
         self.length = self._order.length
-        self._split: StepSplit | None = None  # that the readers are for
+        # The split that the readers are for; None: a state was loaded, and no iteration has begun.
+        self._split: StepSplit | None = None
         self._readers: dict[int, _Reader] = {}
         self._kept: dict[int, _KeptRow] = {}  # by position
-        self._last: _KeptRow | None = None
+        self._last: _KeptRow | None = None  # the row that was read last
         self._uses = Counter[str]()  # of rows, counted by the loader's thread
         self._taken_uses = Counter[str]()
-        # By reader, in ascending order: from the last one before the step that may be lost on.
+        # By reader, in ascending order. A step may be lost after it has ended: the first snapshot
+        # is the newest one before the rows of that step.
         self._snapshots: dict[int, tuple[Snapshot, ...]] = {}
         register(STATE_NAME, self._get, self._set)
 
@@ -96,10 +100,11 @@ class IterableSource(SampleSource):
     def read(
         self, step: int, part: MicroBatch, *, is_last: bool, check: Callable[[], None]
     ) -> tuple[list[int], list[Any]]:
-        if not part.count and self._last is not None:  # or a filler runs another rank's reader
+        if not part.count and self._last is not None:  # its own row may be another rank's
             return self._give([self._last])
-        for position in [it for it in self._kept if it < self._progress.sample_cursor]:
-            del self._kept[position]
+        for position in list(self._kept):
+            if position < self._progress.sample_cursor:
+                del self._kept[position]
         start = step + part.start
         readers, rows = self._order.places(start, part.read_count)
         numbers = self._order.numbers(readers, rows).tolist()
@@ -107,7 +112,7 @@ class IterableSource(SampleSource):
         read = []
         for position, (number, reader, row) in enumerate(places, start):
             if position not in self._kept:
-                check()  # the readers are the next iteration's, however long the last row took
+                check()  # after a close, the next iteration uses the readers
                 values = self._read_row(reader, row, check)
                 self._kept[position] = _KeptRow(number, StreamRow(0, reader, row, values), [])
             read.append(self._kept[position])
@@ -115,12 +120,13 @@ class IterableSource(SampleSource):
         return self._give(read)
 
     def _give(self, read: list[_KeptRow]) -> tuple[list[int], list[Any]]:
-        raws = read if self.maker is not None else [it.row.values for it in read]
-        return [it.number for it in read], raws
+        raws = read if self.maker is not None else [kept.row.values for kept in read]
+        return [kept.number for kept in read], raws
 
     def take_counts(self) -> dict[str, dict[str, int]]:
-        """Returns the `samples` of this rank in the step that has ended, and how often one of its
-        rows was there when it was needed, `hits`, or not, `waits`: see `StreamSource`."""
+        """Returns, as `StreamSource.take_counts`, the number of `samples` of this rank in the step
+        that has ended, and how often a row was read already when it was needed (`hits`), or was not
+        (`waits`)."""
         now = self._uses.copy()
         counts = now - self._taken_uses
         self._taken_uses = now
@@ -133,9 +139,9 @@ class IterableSource(SampleSource):
     def _read_row(self, number: int, row: int, check: Callable[[], None]) -> Any:
         reader = self._readers.get(number)
         if reader is None or reader.next_row > row:
-            known = [it for it in self._snapshots.get(number, ()) if it.row <= row]
-            at = known[-1] if known else Snapshot()
-            reader = self._readers[number] = _Reader(self._stream, number, at)
+            known = [Snapshot(), *self._snapshots.get(number, ())]
+            start = [snapshot for snapshot in known if snapshot.row <= row][-1]
+            reader = self._readers[number] = _Reader(self._stream, number, start)
         waits = False
         while True:
             try:
@@ -152,23 +158,24 @@ class IterableSource(SampleSource):
                 return read.value
 
     def _add_snapshot(self, number: int, snapshot: Snapshot) -> None:
-        # Read in this sequence, against that of `_set`: snapshots of a loaded state are older than
-        # those that an iteration still adds which is about to end, and would be dropped by them.
+        # `_set` writes these two in the other order. So the thread of an iteration that is about to
+        # end never adds to the snapshots of a loaded state: those are older, and would be dropped.
         snapshots = self._snapshots
         if self._split is None:
             return
         oldest = max(0, self._progress.sample_cursor - self._progress.global_batch)
         needed_row = self._order.rows_before(oldest)[number]
-        known = {it.row: it for it in (*snapshots.get(number, ()), snapshot)}
-        rows = sorted(known)
-        first = max([0, *(place for place, row in enumerate(rows) if row <= needed_row)])
-        snapshots[number] = tuple(known[row] for row in rows[first:])
+        by_row = {known.row: known for known in (*snapshots.get(number, ()), snapshot)}
+        rows = sorted(by_row)
+        first = max(0, bisect_right(rows, needed_row) - 1)
+        snapshots[number] = tuple(by_row[row] for row in rows[first:])
 
     def _get(self) -> dict[str, Any]:
         before = self._order.rows_before(self._progress.sample_cursor)
         snapshots = {}
         for number, known in self._snapshots.copy().items():
-            if passed := [it for it in known if it.row <= before[number]]:
+            passed = [snapshot for snapshot in known if snapshot.row <= before[number]]
+            if passed:
                 snapshots[number] = [*passed[-1]]
         identity = self._stream.identity()
         return {"batch": self._order.group, "identity": identity, "snapshots": snapshots}
@@ -179,7 +186,7 @@ class IterableSource(SampleSource):
         for part in parts:
             for number, fields in part["snapshots"].items():
                 known = newest.get(number, Snapshot())
-                newest[number] = max(known, Snapshot(*fields), key=lambda it: it.row)
+                newest[number] = max(known, Snapshot(*fields), key=lambda snapshot: snapshot.row)
         self._split = None
         self._snapshots = {number: (snapshot,) for number, snapshot in newest.items()}
         self._order = self._stream.order(parts[0]["batch"])
@@ -189,21 +196,21 @@ class _Reader:
     """A reader whose thread is up to `read_ahead` rows ahead.
 
     Attributes:
-        next_row: the one that `read` returns.
-        has_failed: there are no more rows.
+        next_row: the row that the next `read` returns.
+        has_failed: whether a row could not be read, so that there are no more.
     """
 
-    def __init__(self, stream: IterableStream, number: int, at: Snapshot) -> None:
-        self.next_row = at.row
+    def __init__(self, stream: IterableStream, number: int, start: Snapshot) -> None:
+        self.next_row = start.row
         self.has_failed = False
         self._number = number
         self._timeout_s = stream.read_timeout_s
-        self._feed = Prefetch(read_rows(stream, number, at), stream.read_ahead)
+        self._feed = Prefetch(read_rows(stream, number, start), stream.read_ahead)
 
     def read(self, check: Callable[[], None]) -> tuple[ReadRow, bool]:
-        """The next row, and whether it was waited for. Raises what `read_rows` raises; DataError if
-        it takes too long; what `check` raises, which is called at least every `CHECK_INTERVAL_S`
-        while waiting."""
+        """Returns the next row, and whether the caller had to wait for it. Calls `check` at least
+        every `CHECK_INTERVAL_S` while waiting. Raises what `read_rows` and `check` raise; DataError
+        if the row takes too long."""
         since_s, interval_s = monotonic(), 0.0
         while True:
             try:

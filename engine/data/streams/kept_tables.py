@@ -21,12 +21,12 @@ _DIGEST_BYTES = 16  # of xxh3-128, before the table
 
 
 class KeptTables:
-    """Tables by name, each with its checksum. Several workers may keep one at once: it is replaced
-    as a whole. Calls raise DataError if the store fails.
+    """Tables in a folder by name, each with its checksum. Several workers may keep the same table
+    at once: a file is replaced as a whole. Calls raise DataError if the store fails.
 
     Args:
         folder: a path or URL.
-        setting: names it in errors.
+        setting: the name of the setting with the folder, for errors.
     """
 
     def __init__(self, folder: str | os.PathLike[str], setting: str) -> None:
@@ -35,7 +35,7 @@ class KeptTables:
             self._store = open_store(os.fspath(folder), setting)
 
     def load(self, name: str) -> pa.Table | None:
-        """A table; None if it was not kept, or is damaged, which is logged."""
+        """Returns a table; None if it was not kept, or is damaged, which is logged."""
         with self._errors():
             if self._store.find(name) is None:
                 return None

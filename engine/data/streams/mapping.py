@@ -1,4 +1,4 @@
-"""Tables that a function makes of a source's, such as tokens of texts, kept in a store."""
+"""Sources whose tables a function makes of another source's, such as tokens of texts."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ TableFunction = Callable[[pa.Table], pa.Table]
 class MappedBlocks:
     """A source whose blocks are what a function makes of another source's: tokens of texts.
 
-    It is called in the threads that read ahead, several at once, for one block at a time. Where it
-    is too slow for a worker's cores, let Ray's tasks run it: `from_ray(dataset.map_batches(...))`.
+    The function is called in the threads that read ahead, several at once, for one block at a time.
+    If it is too slow for a worker's cores, let Ray's tasks run it:
+    `from_ray(dataset.map_batches(...))`.
 
     Args:
-        function: makes a table with as many rows of the table of a block. It is to be
+        function: returns, for the table of a block, a table with as many rows. It must be
             deterministic: a block may be made again, on any worker.
-        cache: a folder or URL, of all workers, that keeps what was made: each block is then made
-            once, unless two workers need it at the same time. A file has a checksum; a damaged one
-            is made again. Nothing is removed: another `version` is another folder in it.
+        cache: a folder or URL that all workers reach, and that keeps made blocks: each block is
+            then made once, unless two workers need it at the same time. A file has a checksum; a
+            damaged one is made again. Nothing is removed: each `version` has a folder of its own.
         version: identifies what the function does, its tokenizer included. Required with a cache;
             otherwise the function's name.
 
@@ -58,8 +59,8 @@ class MappedBlocks:
         self._kept = None if cache is None else KeptTables(cache, "cache of map_blocks()")
 
     def read(self, block: int) -> pa.Table:
-        """All rows of a block. Thread-safe. Raises DataError, which names the block, if the source
-        or the function fails, or the cache cannot be used."""
+        """Returns all rows of a block. Thread-safe. Raises DataError, which names the block, if the
+        source or the function fails, or the cache cannot be used."""
         if self._kept is None:
             return self._make(block)
         name = f"{xxhash.xxh3_128_hexdigest(self.fingerprint.encode())}/{block}.arrow"

@@ -1,13 +1,13 @@
-"""Which row of which block is at a position of a stream: integers only.
+"""Computes which row of which block is at a position of a stream: integers only.
 
 An epoch of a source is a permutation of its blocks, cut into windows of `window` blocks. The rows
-of a window, block after block, are cut into as many strata as a step has rows; a step has one row
-of each, and the rows of a stratum are permuted. So a step has its share of each block, and a rank,
-which reads the same contiguous part of every step, reads the same contiguous part of a window: of
-the blocks, only those at its two ends are read by another rank as well.
+of a window, block after block, are cut into as many strata as a step has rows. A step has one row
+of each stratum, and the rows of a stratum are permuted. So a step has its share of each block. A
+rank reads the same contiguous part of every step, so it reads the same contiguous part of a window:
+only the blocks at the two ends of that part are read by another rank as well.
 
-All permutations are that of `sampling.py`, so a position is found without those before it, in
-O(blocks) memory. A stream is one source, or a mixture. Its positions are cut into groups of one
+All permutations are those of `sampling.py`, so a position is found without the positions before it,
+in O(blocks) memory. A stream is one source, or a mixture. Its positions are cut into groups of one
 step's samples; in a group, the rows of a source are sorted by stratum.
 """
 
@@ -28,27 +28,28 @@ from rayzero.engine.errors import DataError
 _ROW_SEED = 0x5DEECE66D
 """Rows are permuted by another key than blocks."""
 _STRATUM_ROWS = 64
-"""The fewest rows of a stratum: of a window with fewer for each row of a step, several are one."""
+"""The fewest rows of a stratum. A window that has fewer rows for each row of a step has fewer
+strata."""
 _GOLDEN = (5**0.5 - 1) / 2
-_ROUNDING = 1e-6  # of a share of a step, in strata
+_ROUNDING = 1e-6  # error of a share of a step, in strata
 _PIECE = 1 << 16
 """Blocks that are permuted at a time: their temporary arrays stay in a core's cache."""
-_CACHED_EPOCHS = 2  # of a range that crosses the end of one
+_CACHED_EPOCHS = 2  # a range may cross the end of an epoch
 _CACHED_WINDOWS = 4
 _CACHED_PIECES = 4
 _POSITIONS = 1 << 12
-"""Positions that are computed at a time: the cost of numpy's calls is that of thousands of rows."""
+"""Positions that are computed at a time: a call of numpy costs as much as thousands of rows."""
 _SORTED = 1 << 13
-"""Positions that are sorted at a time: the pages of larger arrays are new each time."""
+"""Positions that are sorted at a time: larger arrays get new pages from the system each time."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """The rows at some positions. All int64, shape (positions,).
+    """The rows at some positions. All arrays are int64, of shape (positions,).
 
-    `turns` counts a source's blocks in the order of their use, over all epochs. A window is
-    `window` of them, the last one of an epoch fewer. `numbers` are those of the samples: those of a
-    source are adjacent, in its own order.
+    `turns` are the numbers of the blocks of a source in the order of their use, over all epochs. A
+    window has `window` turns, the last window of an epoch fewer. `numbers` are the numbers of the
+    samples: a source has a contiguous range, in the order of its rows.
     """
 
     sources: Integers
@@ -64,7 +65,7 @@ class Places:
 @dataclass(frozen=True)
 class _Epoch:
     blocks: Integers  # in the order of their use
-    starts: Integers  # the position of each one's first row, then the epoch's end
+    starts: Integers  # the position of each block's first row, then the epoch's end
 
 
 @dataclass(frozen=True)
@@ -73,37 +74,45 @@ class _Window:
 
     Attributes:
         start: the position of its first row, over all epochs.
-        turn: that of its first block.
-        starts: the first row of each block, then the window's end.
-        stride: from the stratum of one position to that of the next.
-        ends: the first row of each stratum, then the window's end.
+        turn: the turn of its first block.
+        block_starts: the first row of each block, then the number of rows.
+        stride: the difference between the strata of two adjacent positions.
+        stratum_starts: the first row of each stratum, then the number of rows.
     """
 
     number: int
     start: int
     turn: int
     blocks: Integers
-    starts: Integers
+    block_starts: Integers
     stride: int
-    ends: Integers
+    stratum_starts: Integers
+
+    @property
+    def rows(self) -> int:
+        return int(self.block_starts[-1])
 
     @property
     def end(self) -> int:
-        return self.start + int(self.starts[-1])
+        return self.start + self.rows
 
-    def strata(self, positions: Integers) -> Integers:
-        number = len(self.ends) - 1
-        return positions % number * self.stride % number
+    @property
+    def strata(self) -> int:
+        """Number of strata."""
+        return len(self.stratum_starts) - 1
+
+    def strata_of(self, positions: Integers) -> Integers:
+        return positions % self.strata * self.stride % self.strata
 
 
 class BlockOrder:
-    """The order of one source, epoch after epoch: each row exactly once in each.
+    """The order of one source, epoch after epoch: each epoch has each row exactly once.
 
     Args:
-        counts: the rows of each block.
+        counts: number of rows of each block.
         seed: any integer.
         window: number of blocks whose rows are mixed.
-        strata: of a window, at most: the rows of a step.
+        strata: the most strata of a window: the number of rows of a step.
 
     Raises:
         DataError: there are no blocks, or one is empty.
@@ -126,18 +135,17 @@ class BlockOrder:
         self._window = lru_cache(maxsize=_CACHED_WINDOWS)(self._compute_window)
 
     def spread(self, start: int, count: int) -> NDArray[np.float64]:
-        """The place of the stratum of each position from `start` to `start + count - 1` in its
-        window, from 0 to below 1."""
-        parts = [
-            window.strata(np.arange(max(start, window.start), min(start + count, window.end)))
-            / (len(window.ends) - 1)
-            for window in self._windows_of(start, start + count)
-        ]
+        """Returns, for each position from `start` to `start + count - 1`, where its stratum is in
+        the window: from 0 to below 1."""
+        parts = []
+        for window in self._windows_of(start, start + count):
+            positions = np.arange(max(start, window.start), min(start + count, window.end))
+            parts.append(window.strata_of(positions) / window.strata)
         return np.concatenate(parts)
 
     def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
-        """(turns, blocks, rows) of these positions, one or more, in any sequence. The time is
-        proportional to their number, and to that of the windows between them."""
+        """Returns (turns, blocks, rows) of one or more positions, in any sequence. The time is
+        proportional to the number of positions, and of the windows between them."""
         turns, blocks, rows = (np.empty_like(positions) for _ in range(3))
         for window in self._windows_of(int(positions.min()), int(positions.max()) + 1):
             own = np.flatnonzero((positions >= window.start) & (positions < window.end))
@@ -145,56 +153,57 @@ class BlockOrder:
         return turns, blocks, rows
 
     def window_of(self, turn: int) -> int:
-        """The window of a block's turn, counted over all epochs."""
+        """Returns the window of a block's turn, counted over all epochs."""
         epoch, within = divmod(turn, len(self.counts))
         return epoch * self._windows + within // self.window
 
     def window_start(self, window: int) -> int:
-        """The position of its first row."""
+        """Returns the position of a window's first row."""
         return self._window(window).start
 
     def blocks_of_window(self, window: int, begin: float, end: float) -> list[int]:
-        """The blocks with the rows from one share of a step to another one, in their order."""
-        own = self._window(window)
-        number = len(own.ends) - 1
-        begin_row = own.ends[floor(begin * number + _ROUNDING)]
-        end_row = own.ends[ceil(end * number - _ROUNDING)]
-        slots = (own.starts[:-1] < end_row) & (own.starts[1:] > begin_row)
-        return [int(block) for block in own.blocks[slots]]
+        """Returns the blocks of a window that have rows of the part of each step from `begin` to
+        `end`, which are fractions of the step; in the order of the blocks' use."""
+        cut = self._window(window)
+        begin_row = cut.stratum_starts[floor(begin * cut.strata + _ROUNDING)]
+        end_row = cut.stratum_starts[ceil(end * cut.strata - _ROUNDING)]
+        slots = (cut.block_starts[:-1] < end_row) & (cut.block_starts[1:] > begin_row)
+        return [int(block) for block in cut.blocks[slots]]
 
     def _windows_of(self, start: int, end: int) -> Iterator[_Window]:
-        """The windows with positions from `start` to `end - 1`."""
+        """Yields the windows with positions from `start` to `end - 1`."""
         epoch, position = divmod(start, self.length)
         turn = int(np.searchsorted(self._epoch(epoch).starts, position, side="right")) - 1
         number = epoch * self._windows + turn // self.window
         while start < end:
-            yield (window := self._window(number))
+            window = self._window(number)
+            yield window
             start = window.end
             number += 1
 
     def _locate_in_window(
         self, window: _Window, positions: Integers
     ) -> tuple[Integers, Integers, Integers]:
-        strata = window.strata(positions)
-        number, size = len(window.ends) - 1, int(window.starts[-1])
-        keys = (window.number * number + strata).astype(np.uint64)
-        each = ((positions - window.start) // number).astype(np.uint64)
-        rows = window.ends[strata]
-        sizes = window.ends[strata + 1] - rows
-        for length in {size // number, -(-size // number)}:
+        strata = window.strata_of(positions)
+        keys = (window.number * window.strata + strata).astype(np.uint64)
+        within = ((positions - window.start) // window.strata).astype(np.uint64)
+        rows = window.stratum_starts[strata]
+        sizes = window.stratum_starts[strata + 1] - rows
+        # A stratum has one of two sizes, which may be equal.
+        for length in {window.rows // window.strata, -(-window.rows // window.strata)}:
             own = np.flatnonzero(sizes == length)
-            rows[own] += SampleOrder(length, self._row_seed).permute(keys[own], each[own])
-        slots = np.searchsorted(window.starts, rows, side="right") - 1
-        return window.turn + slots, window.blocks[slots], rows - window.starts[slots]
+            rows[own] += SampleOrder(length, self._row_seed).permute(keys[own], within[own])
+        slots = np.searchsorted(window.block_starts, rows, side="right") - 1
+        return window.turn + slots, window.blocks[slots], rows - window.block_starts[slots]
 
     def _compute_window(self, number: int) -> _Window:
-        """A window. Any run of positions is spread evenly over its strata, because the stride is
-        their number divided by the golden ratio: a source's part of a step may be more or fewer
-        rows than them."""
+        """Computes a window. The stride is the number of strata divided by the golden ratio, so any
+        run of positions is spread evenly over the strata, also if a source of a mixture has more or
+        fewer rows in a step than there are strata."""
         epoch, within = divmod(number, self._windows)
         layout, first = self._epoch(epoch), within * self.window
         starts = layout.starts[first : first + self.window + 1]
-        blocks = layout.blocks[first : first + self.window].copy()  # or they hold the epoch's
+        blocks = layout.blocks[first : first + self.window].copy()  # a view keeps the whole epoch
         start, size = epoch * self.length + int(starts[0]), int(starts[-1] - starts[0])
         strata = max(1, self.strata // -(-self.strata * _STRATUM_ROWS // size))
         stride = round(strata * _GOLDEN)
@@ -202,9 +211,9 @@ class BlockOrder:
             stride += 1
         sizes = np.full(strata, size // strata)
         sizes[(start + np.arange(size % strata)) % strata * stride % strata] += 1
-        ends = np.append(0, np.cumsum(sizes))
+        stratum_starts = np.append(0, np.cumsum(sizes))
         turn = epoch * len(self.counts) + first
-        return _Window(number, start, turn, blocks, starts - starts[0], stride, ends)
+        return _Window(number, start, turn, blocks, starts - starts[0], stride, stratum_starts)
 
     def _compute_epoch(self, epoch: int) -> _Epoch:
         number = len(self.counts)
@@ -225,8 +234,9 @@ class StreamOrder:
         length: samples of an epoch.
 
     Args:
-        schedule: of a mixture; None: there is one source.
-        group: samples that are sorted by stratum; those of a step.
+        orders: the order of each source.
+        schedule: the schedule of a mixture; None: there is one source.
+        group: number of samples of a step, which are sorted by stratum.
     """
 
     def __init__(
@@ -238,19 +248,19 @@ class StreamOrder:
         self._schedule = schedule
         lengths = [order.length for order in orders]
         self._offsets = np.cumsum(lengths, dtype=np.int64) - lengths
-        self._own = range(group)
+        self._part = range(group)
         self._piece = lru_cache(maxsize=_CACHED_PIECES)(self._compute_piece)
 
     def choose_part(self, first: int, last: int) -> None:
-        """Of each group, the samples from `first` to `last - 1` are read from now on: `places` of
-        these costs nothing for the others."""
-        self._own = range(first, last)
+        """Announces that samples from `first` to `last - 1` of each group are read from now on.
+        `places` computes only these, and whole groups if another position is asked for."""
+        self._part = range(first, last)
 
     def places(self, start: int, count: int) -> Places:
-        """The rows at the positions `start` to `start + count - 1`."""
+        """Returns the rows at the positions `start` to `start + count - 1`."""
         group, first = divmod(start, self.group)
-        is_own = first in self._own and first + count <= self._own.stop
-        part = self._own if is_own else range(self.group)
+        is_in_part = first in self._part and first + count <= self._part.stop
+        part = self._part if is_in_part else range(self.group)
         groups = self._groups_of_piece(part)
         begin, end = group // groups, (start + count - 1) // self.group // groups
         skipped = (group % groups) * len(part) + first - part.start
@@ -258,21 +268,21 @@ class StreamOrder:
         if len(pieces) == 1:
             return pieces[0][skipped : skipped + count]
         columns = (vars(piece).values() for piece in pieces)
-        whole = Places(*(np.concatenate(own) for own in zip(*columns, strict=True)))
+        whole = Places(*(np.concatenate(column) for column in zip(*columns, strict=True)))
         return whole[skipped : skipped + count]
 
     def indices(self, start: int, count: int) -> Integers:
-        """The numbers of the samples at these positions, as `SampleOrder.indices`."""
+        """Returns the numbers of the samples at these positions, as `SampleOrder.indices`."""
         return self.places(start, count).numbers
 
     def _groups_of_piece(self, part: range) -> int:
-        """Groups that are computed at a time: of thousands of rows, in one window."""
+        """Returns how many groups are computed at a time: thousands of rows of one window."""
         most = min(order.window_rows for order in self.orders)
         return max(1, min(_POSITIONS // len(part), min(_SORTED, most) // self.group))
 
     def _compute_piece(self, number: int, part: range) -> Places:
-        """The rows of a part of each group of a piece. Of the others only the strata are computed:
-        the rows of a group are sorted by them."""
+        """Computes the rows of a part of each group of a piece. Of the samples outside the part,
+        only the strata are computed, because the rows of a group are sorted by stratum."""
         groups = self._groups_of_piece(part)
         start, count = number * groups * self.group, groups * self.group
         slots = (np.arange(0, count, self.group)[:, np.newaxis] + np.array(part)).ravel()
@@ -296,8 +306,8 @@ class StreamOrder:
 
 
 def _sort_by_group(groups: Integers, places: NDArray[np.float64]) -> Integers:
-    """The indices that sort by (group, place, index): as one integer each, which is several times
-    faster than a sort by columns. Places are from 0 to below 1."""
+    """Returns the indices that sort by (group, place, index). Sorts one integer for each, which is
+    several times faster than a sort by columns. Places are from 0 to below 1."""
     index_bits = len(groups).bit_length()
     place_bits = 62 - index_bits - int(groups[-1]).bit_length()
     keys = (groups << place_bits) + (places * (1 << place_bits)).astype(np.int64)

@@ -1,9 +1,9 @@
 """Packs documents of tokens into sequences of one length: blocks of sequences, made of blocks of
 documents.
 
-What is in a sequence follows from the documents' lengths alone, which are read once and kept in an
-index. So the sequences of a block are known in number before it is read, and are read as other
-rows are: by position, at any number of workers.
+The documents of a sequence follow from the documents' lengths alone, which are read once and kept
+in an index. So the number of sequences of a block is known before the block is read, and sequences
+are read as other rows are: by position, at any number of workers.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ Piece = tuple[int, int, int]  # of a document: (document, first token, end)
 How = Literal["concatenate", "best_fit"]
 
 IGNORED_LABEL = -100
-"""The label of tokens that are no target: torch's `cross_entropy` leaves them out."""
+"""The label of tokens that are not a target: torch's `cross_entropy` leaves them out."""
 
 
 class PackedBlocks:
-    """Sequences of a fixed number of tokens, as blocks: one for each block of documents.
+    """A source of sequences of a fixed number of tokens: one block for each block of documents.
 
-    A row has, each of `length` integers: `input_ids`; `position_ids`, which begin again at 0 with
-    each document, as in transformers' flattening collator, so that attention can be kept within
-    documents (`cu_seqlens`); and `labels`: the tokens, `IGNORED_LABEL` where a document begins and
-    at padding, which is a document of its own.
+    A row has three columns of `length` integers each: `input_ids`; `position_ids`, which begin
+    again at 0 with each document, as in transformers' flattening collator, so that attention can be
+    kept within documents (`cu_seqlens`); and `labels`, which are the tokens, but `IGNORED_LABEL` at
+    the first token of a document and at padding. Padding is a document of its own.
 
     Args:
-        documents: its blocks have a column of lists of tokens.
-        length: tokens of a sequence.
-        column: that column.
+        documents: a source whose blocks have a column of lists of tokens.
+        length: number of tokens of a sequence.
+        column: the name of that column.
         how: "concatenate" cuts the documents of a block, one after another, into sequences, of
             which only the last one is padded. "best_fit" cuts only what is longer than a sequence,
             and puts each piece, longest first, into the sequence with the least room for it.
         index_dir: a folder or URL that keeps the lengths; without it each worker reads them at its
             start.
-        threads: the most that read lengths.
+        threads: the most threads that read lengths.
 
     Raises:
         ConfigError: `length` is not positive, or `how` is unknown.
@@ -101,15 +101,15 @@ class PackedBlocks:
         labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
         positions = np.empty(shape, dtype=np.int64)
         for row, pieces in enumerate(sequences):
-            at = 0
+            offset = 0
             for document, begin, end in pieces:
-                part = slice(at, at + end - begin)
+                part = slice(offset, offset + end - begin)
                 first = starts[document]
                 ids[row, part] = tokens[first + begin : first + end]
-                labels[row, at + 1 : part.stop] = ids[row, at + 1 : part.stop]
+                labels[row, offset + 1 : part.stop] = ids[row, offset + 1 : part.stop]
                 positions[row, part] = np.arange(end - begin)
-                at = part.stop
-            positions[row, at:] = np.arange(self._length - at)
+                offset = part.stop
+            positions[row, offset:] = np.arange(self._length - offset)
         columns = {"input_ids": ids, "position_ids": positions, "labels": labels}
         return pa.table(
             {
@@ -142,8 +142,8 @@ class PackedBlocks:
     def _load_or_read(
         self, index_dir: str | os.PathLike[str] | None, threads: int
     ) -> tuple[Integers, Integers]:
-        """The lengths of all documents, block by block, and the number of each block's sequences.
-        Keeps what the index does not have. It has a row for each block."""
+        """Returns the lengths of all documents, block by block, and the number of sequences of each
+        block. Adds to the index what it does not have. The index has a row for each block."""
         kept = None if index_dir is None else KeptTables(index_dir, "index_dir of PackedBlocks()")
         key = f"{self._documents.fingerprint} {self._column}"
         name = f"lengths-{xxhash.xxh3_128_hexdigest(key.encode())}.arrow"
@@ -157,7 +157,7 @@ class PackedBlocks:
         lengths = table["lengths"].combine_chunks().flatten().to_numpy()
         if counts not in table.column_names:
             parts = np.split(lengths, self._ends[:-1])
-            sequences = [len(self._place(it, self._length)) for it in parts]
+            sequences = [len(self._place(block_lengths, self._length)) for block_lengths in parts]
             table = table.append_column(counts, pa.array(sequences, pa.int64()))
             if kept is not None:
                 kept.keep(name, table)
@@ -176,7 +176,7 @@ def _is_list_of_integers(kind: pa.DataType) -> bool:
 
 
 def place_concatenated(lengths: Integers, room: int) -> list[list[Piece]]:
-    """The pieces of each sequence, of documents one after another."""
+    """Returns the pieces of each sequence of `room` tokens, of documents one after another."""
     sequences: list[list[Piece]] = []
     left = 0
     for document, length in enumerate(lengths.tolist()):
@@ -193,30 +193,31 @@ def place_concatenated(lengths: Integers, room: int) -> list[list[Piece]]:
 
 
 def place_best_fit(lengths: Integers, room: int) -> list[list[Piece]]:
-    """The pieces of each sequence, by best fit of the longest first (Ding et al. 2024, "Fewer
-    Truncations Improve Language Modeling")."""
+    """Returns the pieces of each sequence of `room` tokens, by best fit of the longest piece first
+    (Ding et al. 2024, "Fewer Truncations Improve Language Modeling")."""
     pieces = [
         (document, begin, min(begin + room, length))
         for document, length in enumerate(lengths.tolist())
         for begin in range(0, length, room)
     ]
-    pieces.sort(key=lambda it: it[1] - it[2])  # stable: equal ones in their order
+    pieces.sort(key=lambda piece: piece[1] - piece[2])  # stable: equally long ones in their order
     sequences: list[list[Piece]] = []
-    by_room: defaultdict[int, list[int]] = defaultdict(list)
-    rooms: list[int] = []  # those of `by_room`, ascending
+    by_room: defaultdict[int, list[int]] = defaultdict(list)  # sequences by the room in them
+    rooms: list[int] = []  # the rooms for which there are sequences, ascending
     for piece in pieces:
         size = piece[2] - piece[1]
-        at = bisect_left(rooms, size)
-        if at == len(rooms):
+        index = bisect_left(rooms, size)
+        if index == len(rooms):
             sequences.append([])
             number, left = len(sequences) - 1, room
         else:
-            left = rooms[at]
+            left = rooms[index]
             number = by_room[left].pop()
             if not by_room[left]:
-                del rooms[at]
+                del rooms[index]
         sequences[number].append(piece)
-        if left := left - size:
+        left -= size
+        if left:
             if not by_room[left]:
                 insort(rooms, left)
             by_room[left].append(number)
@@ -225,7 +226,7 @@ def place_best_fit(lengths: Integers, room: int) -> list[list[Piece]]:
 
 def cu_seqlens(position_ids: NDArray[np.integer[Any]]) -> NDArray[np.int32]:
     """Returns where each document of a batch begins, then the end of the last one: the cumulative
-    lengths that variable-length attention takes, of the batch's sequences one after another. Takes
-    a tensor in host memory, too."""
+    lengths that variable-length attention takes. The batch's sequences are taken one after another.
+    `position_ids` may be a tensor in host memory, too."""
     flat = np.asarray(position_ids).reshape(-1)
     return np.append(np.flatnonzero(flat == 0), len(flat)).astype(np.int32)

@@ -1,7 +1,7 @@
 """Streams as map-style datasets of their positions, for torch's DataLoader and what is built on it.
 
-Item p is the sample at position p; epoch follows epoch without an end. What cuts positions for
-ranks, skips them and reads them again does so for a stream, too.
+Item p is the sample at position p; epoch follows epoch without an end. Code that divides positions
+among ranks, skips positions or reads them again works for a stream, too.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ class StreamDataset(BlockStream, Dataset[Any]):
     """The result of `stream` and `mix`: `training_data`, or the dataset of a DataLoader that reads
     its positions in ascending order: with a `StreamSampler`, or without a sampler.
 
-    Positions have no steps, so no rows are sorted by block: `order(seed, 1)`. Each process reads
-    all blocks for itself.
+    A DataLoader's positions are not grouped in steps, so rows are not sorted by block: the order is
+    `order(seed, 1)`. Each process reads all blocks for itself.
     """
 
     def __len__(self) -> int:
-        """The samples of an epoch."""
+        """Number of samples of an epoch."""
         return self._source().length
 
     def __iter__(self) -> Iterator[Any]:
-        """The samples of the first epoch."""
+        """Yields the samples of the first epoch."""
         return (self[position] for position in range(len(self)))
 
     def __getitem__(self, position: int) -> Any:
         return self.__getitems__([position])[0]
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
-        """The samples at some positions, from 0. Raises as `StreamSource.read_samples`."""
+        """Returns the samples at some positions, from 0. Raises as `StreamSource.read_samples`."""
         source, samples = self._source(), list[Any]()
         for start, count in _ranges(positions):
             if start < 0:
@@ -53,8 +53,8 @@ class StreamDataset(BlockStream, Dataset[Any]):
         return samples
 
     def keep_identity(self, register: Register) -> None:
-        """Registers what the order depends on with a training state: it is compared when that is
-        loaded."""
+        """Registers the values that the order depends on with a training state. They are compared
+        when that is loaded."""
         self._source(register)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -75,17 +75,17 @@ class StreamDataset(BlockStream, Dataset[Any]):
         return self._sources[key]
 
     def _find_seed(self) -> int:
-        """The job's; in a thread or a process that does not know it, the one that was found
-        before, which is sent with the stream."""
+        """Returns the job's seed. In a thread or process without a session, returns the seed that
+        was found before, which is pickled with the stream."""
         if (session := current_session()) is not None:
             vars(self)["_seed"] = session.seed
         return int(vars(self).get("_seed", 0))
 
 
 class StreamSampler(DistributedSampler[Any]):
-    """The positions of an epoch of a stream, one after another; or every so manieth of them, as one
-    of `num_replicas` ranks. After `set_epoch`, which Accelerate and Trainer call by themselves,
-    those of that epoch, in which the samples have another order."""
+    """A sampler of the positions of one epoch of a stream, in ascending order: of `num_replicas`
+    ranks, rank r gets r, r + num_replicas, r + 2 * num_replicas, ... `set_epoch`, which Accelerate
+    and Trainer call by themselves, chooses the epoch. Each epoch has its own order of samples."""
 
     def __init__(self, stream: StreamDataset, num_replicas: int = 1, rank: int = 0) -> None:
         if isinstance(stream, BlockSource):
@@ -96,22 +96,22 @@ class StreamSampler(DistributedSampler[Any]):
     def __iter__(self) -> Iterator[int]:
         samples = len(self.dataset)  # type: ignore[arg-type]
         for number in range(self.rank, self.total_size, self.num_replicas):
-            yield self.epoch * samples + number % samples  # all ranks have as many
+            yield self.epoch * samples + number % samples  # wraps: all ranks have equally many
 
 
 def check_sampler(loader: Any) -> None:
-    """Raises ConfigError if a DataLoader has a source, which has no positions; or reads a stream in
-    random order: each of its blocks would be read for a few rows at a time."""
+    """Raises ConfigError if a DataLoader's dataset is a source, which has no positions; or if it
+    reads a stream in random order: each block would be read for a few rows at a time."""
     if isinstance(loader.dataset, BlockSource):
         seen = f"a DataLoader got a {type(loader.dataset).__name__}"
         raise ConfigError(seen, "a stream", f"give it {way_out(loader.dataset)}")
-    own = loader.sampler
-    shuffles = (
-        own.shuffle if isinstance(own, DistributedSampler) else isinstance(own, RandomSampler)
-    )
+    sampler = loader.sampler
+    shuffles = isinstance(sampler, RandomSampler)
+    if isinstance(sampler, DistributedSampler):
+        shuffles = sampler.shuffle
     if shuffles and isinstance(loader.dataset, StreamDataset):
         raise ConfigError(
-            f"a DataLoader shuffles a stream ({type(own).__name__})",
+            f"a DataLoader shuffles a stream ({type(sampler).__name__})",
             "the order of the stream, which is shuffled: see shuffle_window",
             "leave shuffle out; sampler=rayzero.data.StreamSampler(stream) changes the order from "
             "epoch to epoch",
@@ -119,6 +119,6 @@ def check_sampler(loader: Any) -> None:
 
 
 def _ranges(positions: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns where ranges of consecutive positions begin, and their lengths."""
+    """Returns the start and the length of each range of consecutive positions."""
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
     return [(int(part[0]), len(part)) for part in np.split(positions, breaks) if len(part)]

@@ -1,13 +1,13 @@
-"""Which row of which reader is at a position, where a fixed number of readers take turns: integers
-only.
+"""Computes which row of which reader is at a position, for a fixed number of readers that take
+turns: integers only.
 
-Position p is row `p // R` of reader `p % R`, as long as all R readers have rows; then the turns go
-over those that still have some, to the end of the epoch. So the order is a function of the position
-and of the rows of each reader, and of no number of ranks.
+Position p is row `p // R` of reader `p % R`, as long as all R readers have rows. Then the readers
+that still have rows take turns, to the end of the epoch. So the order depends on the position and
+the number of rows of each reader, but not on the number of ranks.
 
-As in `order.py`, a step has the samples of its positions, sorted by reader. Ranks read contiguous
-ranges of it: a reader is one rank's, or, where the ranges do not end with a reader's rows, that of
-two. It is the same one's in each step if the samples of a step are a multiple of the readers.
+As in `order.py`, a step has the samples of its positions, sorted by reader, and ranks read
+contiguous ranges of it. One rank reads a reader, or two if a range ends between the reader's rows.
+The rank is the same in each step if the samples of a step are a multiple of the readers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rayzero.engine.data.sampling import Integers
 from rayzero.engine.errors import DataError
 
 ENDLESS_ROWS = 1 << 60
-"""Of all readers together, where nobody says how many rows an epoch has."""
+"""Rows of all readers together in an epoch, if the readers have no end."""
 _CACHED_GROUPS = 4
 
 
@@ -29,12 +29,12 @@ class ReaderOrder:
     """The order of the rows of `readers` readers.
 
     Attributes:
-        rows: int64, shape (readers,): those of each in an epoch.
-        length: samples of an epoch.
-        group: samples that are sorted by reader; those of a step.
+        rows: int64, shape (readers,): the number of rows of each reader in an epoch.
+        length: number of samples of an epoch.
+        group: number of samples of a step, which are sorted by reader.
 
     Args:
-        rows: None: the readers have no end.
+        rows: the number of rows of each reader in an epoch; None: the readers have no end.
 
     Raises:
         DataError: no reader has a row.
@@ -47,16 +47,16 @@ class ReaderOrder:
         self.group = group
         if not self.length:
             raise DataError(f"{readers} readers have no rows", "one row or more", "rows")
-        # The readers that take turns change where one has no more rows: at these rows of a reader,
+        # An epoch has segments, in each of which the same readers take turns. For each segment:
+        # its first row of each of its readers, its first position in the epoch, and its readers.
         self._levels = np.unique(np.append(self.rows, 0))[:-1]
-        # from these positions of an epoch on, to these readers.
-        self._begins = np.array([np.minimum(self.rows, it).sum() for it in self._levels])
-        self._active = [np.flatnonzero(self.rows > it) for it in self._levels]
+        self._begins = np.array([np.minimum(self.rows, level).sum() for level in self._levels])
+        self._active = [np.flatnonzero(self.rows > level) for level in self._levels]
         self._group = lru_cache(maxsize=_CACHED_GROUPS)(self._compute_group)
 
     def places(self, start: int, count: int) -> tuple[Integers, Integers]:
-        """(readers, rows) at the positions `start` to `start + count - 1`, int64, shape (count,).
-        Rows are counted over all epochs, and grow with the position for each reader."""
+        """Returns (readers, rows) at the positions `start` to `start + count - 1`, int64, shape
+        (count,). Rows are counted over all epochs, and grow with the position for each reader."""
         groups = range(start // self.group, (start + count - 1) // self.group + 1)
         parts = [self._group(number) for number in groups]
         first = start - groups.start * self.group
@@ -64,7 +64,7 @@ class ReaderOrder:
         return readers[first : first + count], rows[first : first + count]
 
     def rows_before(self, position: int) -> Integers:
-        """The number of each reader's rows before a position, int64, shape (readers,)."""
+        """Returns the number of each reader's rows before a position: int64, shape (readers,)."""
         first = position // self.group * self.group
         epoch, within = divmod(first, self.length)
         segment = int(np.searchsorted(self._begins, within, side="right")) - 1
@@ -79,12 +79,12 @@ class ReaderOrder:
         return counts
 
     def numbers(self, readers: Integers, rows: Integers) -> Integers:
-        """The numbers of samples, the same in each epoch: reader `number % R`, row
-        `number // R`."""
+        """Returns the numbers of samples, which are the same in each epoch: `number % R` is the
+        reader, `number // R` its row."""
         return rows % self.rows[readers] * len(self.rows) + readers
 
     def indices(self, start: int, count: int) -> Integers:
-        """The numbers of the samples at these positions, as `SampleOrder.indices`."""
+        """Returns the numbers of the samples at these positions, as `SampleOrder.indices`."""
         return self.numbers(*self.places(start, count))
 
     def _compute_group(self, number: int) -> tuple[Integers, Integers]:

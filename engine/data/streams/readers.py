@@ -1,7 +1,8 @@
 """Iterables as training data: each of a fixed number of readers yields its rows in order.
 
-A reader is what `make(reader, readers)` returns, made anew for each of its epochs, and wherever it
-begins again. So a row is a function of the reader and its number, on whatever rank it is read.
+A reader is the iterable that `make(reader, readers)` returns. It is made again for each of its
+epochs, and when it continues at a snapshot. So a row depends on the reader and the row's number,
+not on the rank that reads it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ INSTEAD_OF_ITERABLE = (
     "rayzero.data.stream(source), of from_hf(dataset) or blocks(its files); an iterable is for "
     "training_data= of ctx.initialize, rayzero.initialize and deepspeed.initialize"
 )
-"""What a DataLoader, Trainer or Accelerate takes in place of an `IterableStream`."""
+"""The way out for an `IterableStream` that was given to a DataLoader, Trainer or Accelerate."""
 _WAYS_OUT = (
     "rayzero.data.blocks(its files), which shuffles; or iterable(..., replay=True), which reads "
     "from the beginning of the epoch after each fault"
@@ -36,9 +37,9 @@ class Snapshot(NamedTuple):
     """A place where a reader can begin: before its row `row`, counted over all epochs.
 
     Attributes:
-        epoch: this reader's.
+        epoch: the epoch of the reader, from 0.
         first: the first row of that epoch.
-        state: the iterable's `state_dict()`; None: it is the first row.
+        state: the iterable's `state_dict()`; None: `row` is the first row of the epoch.
     """
 
     row: int = 0
@@ -48,7 +49,7 @@ class Snapshot(NamedTuple):
 
 
 class ReadRow(NamedTuple):
-    """A row, and a snapshot that was taken behind it, or before it."""
+    """A row, and a snapshot that was taken after it, or before the first row of an epoch."""
 
     row: int
     value: Any
@@ -74,7 +75,7 @@ class IterableStream:
         check_positive("iterable()", read_ahead=self.read_ahead)
         check_positive("iterable()", whole=False, read_timeout_s=self.read_timeout_s)
         rows = self.rows or (0,) * self.readers
-        are_numbers = all(is_number(it, whole=True) and it >= 0 for it in rows)
+        are_numbers = all(is_number(count, whole=True) and count >= 0 for count in rows)
         if len(rows) != self.readers or not are_numbers:
             seen = f"rows of iterable() is {list(rows)}, with {self.readers} readers"
             raise ConfigError(seen, "a number of rows of each reader, 0 or more", "rows")
@@ -88,18 +89,19 @@ class IterableStream:
         )
 
     def order(self, batch: int) -> ReaderOrder:
-        """The order of the samples in a job that began with this `train_batch_size`; for
-        `check_ledger`, too. Raises DataError if there are no rows."""
+        """Returns the order of the samples in a job that began with this `train_batch_size`.
+        `check_ledger` takes it, too. Raises DataError if there are no rows."""
         return ReaderOrder(self.readers, self.rows, batch)
 
     def identity(self) -> dict[str, Any]:
-        """Returns what the order depends on, by the words of an error."""
+        """Returns the values that the order depends on, by the names that errors use."""
         return {"readers": str(self.readers), "rows of its readers": str(self.rows)}
 
-    def open(self, reader: int, at: Snapshot) -> Any:
+    def open(self, reader: int, start: Snapshot) -> Any:
         """Makes a reader that begins at a snapshot. Raises ConfigError if it has no exact state."""
         made: Any = self.make(reader, self.readers)
-        loads = [it for it in ("load_state_dict", "reset") if hasattr(made, it)]
+        # The nodes of torchdata have `reset`.
+        loads = [name for name in ("load_state_dict", "reset") if hasattr(made, name)]
         seen = ""
         if not (loads and hasattr(made, "state_dict")):
             seen = "no state_dict() and load_state_dict(): where it is cannot be saved"
@@ -112,56 +114,56 @@ class IterableStream:
                 _WAYS_OUT if loads else f"give it both methods; or {_WAYS_OUT}",
             )
         if hasattr(made, "set_epoch"):
-            made.set_epoch(at.epoch)
-        if at.state is not None:
-            getattr(made, loads[0])(deepcopy(at.state))  # torchdata's nodes have `reset`
+            made.set_epoch(start.epoch)
+        if start.state is not None:
+            getattr(made, loads[0])(deepcopy(start.state))
         return made
 
 
-def read_rows(stream: IterableStream, reader: int, at: Snapshot) -> Iterator[ReadRow]:
-    """The rows of a reader from a snapshot on, epoch after epoch. Raises DataError that names
-    reader and row; ConfigError as `open`.
+def read_rows(stream: IterableStream, reader: int, start: Snapshot) -> Iterator[ReadRow]:
+    """Yields the rows of a reader from a snapshot on, epoch after epoch. Raises DataError that
+    names reader and row; ConfigError as `open`.
 
-    Snapshots are taken behind the rows of the numbers `snapshot_every - 1`, `2 * snapshot_every -
-    1`, and so on, so at the same ones wherever the reader began; and where an epoch ends. Order:
-    the state is read behind that row, and before the next one, which is read to see whether the
-    epoch goes on: what an iterable makes of a state of its end differs.
+    Snapshots are taken after the rows `snapshot_every - 1`, `2 * snapshot_every - 1` and so on, so
+    after the same rows wherever the reader began; and at the end of an epoch. Order: the state is
+    read after that row. Then the next row is read, to see whether the epoch has ended: iterables
+    differ in what they make of a state of their end.
     """
-    row = at.row
+    row = start.row
     snapshot: Snapshot | None = None
     limit = None if stream.rows is None else stream.rows[reader]
     while True:
         with _named(reader, row):
-            made = stream.open(reader, at)
+            made = stream.open(reader, start)
             values = iter(made)
             value = next(values, _END)
         while value is not _END:
-            following: Any = _UNREAD
-            behind = row + 1
-            is_last = limit is not None and behind == at.first + limit
-            is_due = behind % stream.snapshot_every == 0 and not stream.replay
+            next_value: Any = _UNREAD
+            next_row = row + 1
+            is_last = limit is not None and next_row == start.first + limit
+            is_due = next_row % stream.snapshot_every == 0 and not stream.replay
             if is_due or is_last:
-                with _named(reader, behind):
+                with _named(reader, next_row):
                     state = deepcopy(made.state_dict()) if is_due else None
-                    following = next(values, _END)
-                if following is _END:
-                    snapshot = Snapshot(behind, at.epoch + 1, behind)
+                    next_value = next(values, _END)
+                if next_value is _END:
+                    snapshot = Snapshot(next_row, start.epoch + 1, next_row)
                 elif is_last:
-                    raise _count_error(reader, at.epoch, f"more than {limit}", limit)
+                    raise _count_error(reader, start.epoch, f"more than {limit}", limit)
                 else:
-                    snapshot = Snapshot(behind, at.epoch, at.first, state)
+                    snapshot = Snapshot(next_row, start.epoch, start.first, state)
             yield ReadRow(row, value, snapshot)
-            row = behind
+            row = next_row
             snapshot = None
             with _named(reader, row):
-                value = next(values, _END) if following is _UNREAD else following
-        if row - at.first != limit and (limit is not None or row == at.first):
-            raise _count_error(reader, at.epoch, row - at.first, limit)
-        at = snapshot = Snapshot(row, at.epoch + 1, row)
+                value = next(values, _END) if next_value is _UNREAD else next_value
+        if row - start.first != limit and (limit is not None or row == start.first):
+            raise _count_error(reader, start.epoch, row - start.first, limit)
+        start = snapshot = Snapshot(row, start.epoch + 1, row)
 
 
 def hf_steps(dataset: Any) -> Iterator[str]:
-    """The names of the types of the steps that an `IterableDataset` of `datasets` consists of."""
+    """Yields the type names of the steps of which an `IterableDataset` of `datasets` consists."""
     pending = [getattr(dataset, "_ex_iterable", None)]
     while pending:
         if (step := pending.pop()) is not None:

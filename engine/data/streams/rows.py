@@ -26,19 +26,20 @@ _TEXTS: dict[pa.DataType, tuple[Callable[[memoryview], Any], type[np.integer[Any
     pa.binary(): (bytes, np.int32),
     pa.large_binary(): (bytes, np.int64),
 }
-"""What makes a value of its bytes, and the type of the offsets."""
+"""By column type: the function that makes a value of its bytes, and the type of the offsets."""
 
 
 class BlockInMemory:
     """A block in memory.
 
     Attributes:
-        arrays: views of its columns of numbers, lists of one length and tensors, by name.
-        nbytes: the memory behind the table, which may use a part of it.
+        arrays: views of its columns of numbers, equally long lists of numbers, and tensors, by
+            name.
+        nbytes: the size of the table's buffers, of which it may use only a part.
     """
 
     def __init__(self, table: pa.Table) -> None:
-        # `take` would do it for every batch.
+        # Combined once here: `take` would combine the chunks for every batch.
         is_split = any(column.num_chunks > 1 for column in table.columns)
         self.table = table.combine_chunks() if is_split else table
         self.nbytes = int(self.table.get_total_buffer_size())
@@ -48,19 +49,22 @@ class BlockInMemory:
 
 @dataclass(frozen=True)
 class BlockRows:
-    """Some rows of a block, and where they are in a micro-batch. Both int64, shape (rows,)."""
+    """Some rows of a block, and their positions in a micro-batch. Both are int64, shape (rows,)."""
 
     block: BlockInMemory
     rows: Integers
     positions: Integers
 
     def samples(self) -> list[dict[str, Any]]:
-        """A dict of each row's columns."""
+        """Returns a dict of the columns of each row."""
         columns = {name: self.column(name) for name in self.block.table.column_names}
-        return [{name: it[at] for name, it in columns.items()} for at in range(len(self.rows))]
+        return [
+            {name: values[index] for name, values in columns.items()}
+            for index in range(len(self.rows))
+        ]
 
     def column(self, name: str) -> list[Any]:
-        """The values of a column, one a row."""
+        """Returns the values of a column, one for each row."""
         if (array := self.block.arrays.get(name)) is None:
             return column_values(self.block.table[name], self.rows)
         values = array[self.rows]
@@ -68,7 +72,7 @@ class BlockRows:
 
 
 class RowBatch(Sequence[dict[str, Any]]):
-    """The samples of a micro-batch, of one or more blocks, made when one is asked for."""
+    """The samples of a micro-batch, of one or more blocks. All are made when the first is used."""
 
     def __init__(self, parts: Sequence[BlockRows]) -> None:
         self._parts = parts
@@ -83,7 +87,7 @@ class RowBatch(Sequence[dict[str, Any]]):
         return self._samples[index]
 
     def collate(self) -> Any:
-        """The batch that torch's `default_collate` makes of the samples."""
+        """Returns the batch that torch's `default_collate` makes of the samples."""
         names = self._parts[0].block.table.column_names
         if any(part.block.table.column_names != names for part in self._parts):
             return default_collate(list(self))
@@ -91,7 +95,7 @@ class RowBatch(Sequence[dict[str, Any]]):
 
     def _collate_column(self, name: str) -> Any:
         arrays = [part.block.arrays.get(name) for part in self._parts]
-        forms = {None if it is None else (it.dtype, it.shape[1:]) for it in arrays}
+        forms = {None if array is None else (array.dtype, array.shape[1:]) for array in arrays}
         if len(forms) > 1 or arrays[0] is None:
             return default_collate(self.place(part.column(name) for part in self._parts))
         batch = _allocate((len(self), *arrays[0].shape[1:]), arrays[0].dtype)
@@ -99,36 +103,36 @@ class RowBatch(Sequence[dict[str, Any]]):
             array = part.block.arrays[name]
             first, last = int(part.positions[0]), int(part.positions[-1]) + 1
             if last - first == len(part.rows):
-                # "clip", because "raise" copies twice; the rows were counted when they were read.
+                # "clip", because "raise" copies twice; `BlockCache` has checked the block's rows.
                 np.take(array, part.rows, axis=0, out=batch[first:last], mode="clip")
             else:
                 batch[part.positions] = array[part.rows]
         wide = {"i": np.int64, "u": np.int64, "f": np.float64}.get(batch.dtype.kind)
-        is_number = batch.ndim == 1 and wide is not None  # of Python, where it is a sample's
+        is_number = batch.ndim == 1 and wide is not None  # a Python number in a sample
         return torch.from_numpy(batch.astype(wide, copy=False) if is_number else batch)
 
     def place(self, values: Iterable[Sequence[Any]]) -> list[Any]:
-        """The values of each part's rows, at their positions."""
+        """Returns the values of each part's rows, at their positions."""
         placed: list[Any] = [None] * len(self)
-        for part, own in zip(self._parts, values, strict=True):
-            for position, value in zip(part.positions.tolist(), own, strict=True):
+        for part, part_values in zip(self._parts, values, strict=True):
+            for position, value in zip(part.positions.tolist(), part_values, strict=True):
                 placed[position] = value
         return placed
 
 
 def _allocate(shape: tuple[int, ...], kind: np.dtype[Any]) -> NDArray[Any]:
-    """An array of Arrow's pool, which keeps what is freed for a next one: of malloc, the pages of
-    each batch are new, which takes as long as filling them."""
+    """Returns an uninitialized array in memory of Arrow's pool, which reuses freed memory. malloc
+    would get new pages for each batch, which takes as long as filling them."""
     count = math.prod(shape)
     memory = pa.allocate_buffer(max(1, count * kind.itemsize))
     return np.frombuffer(memory, kind, count).reshape(shape)
 
 
 def column_values(column: pa.ChunkedArray, rows: Integers) -> list[Any]:
-    """Python values of some rows of a column; numpy arrays of lists of numbers."""
+    """Returns the Python values of some rows of a column; lists of numbers as numpy arrays."""
     kind = column.type
     if kind in _TEXTS and column.num_chunks == 1 and not column.null_count:
-        # Copied once, out of the column: `take` would copy them before.
+        # Each value is copied once, out of the column: `take` would copy it once more.
         make, offset_type = _TEXTS[kind]
         chunk = column.chunk(0)
         _, ends, content = chunk.buffers()
@@ -138,18 +142,21 @@ def column_values(column: pa.ChunkedArray, rows: Integers) -> list[Any]:
         return [make(view[begin:end]) for begin, end in zip(begins, ends, strict=True)]
     taken = column.take(pa.array(rows))
     if _has_numbers(kind):
-        return [
-            np.array(values.to_numpy(zero_copy_only=False))
-            if (values := it.values) is not None and not values.null_count
-            else it.as_py()
-            for it in taken
-        ]
+        return [_list_value(scalar) for scalar in taken]
     return taken.to_pylist()  # type: ignore[no-any-return]
 
 
+def _list_value(scalar: pa.Scalar) -> Any:
+    """Returns a list of numbers as a new array; if it is missing or lacks a number, as Python."""
+    values = scalar.values
+    if values is None or values.null_count:
+        return scalar.as_py()
+    return np.array(values.to_numpy(zero_copy_only=False))
+
+
 def _as_array(column: pa.ChunkedArray) -> NDArray[Any] | None:
-    """A view of a column of numbers, lists of one length or tensors; None of any other column, one
-    with missing values or one in several chunks. Not writable."""
+    """Returns a read-only view of a column of numbers, equally long lists of numbers, or tensors;
+    None for any other column, and if there are missing values or several chunks."""
     kind = column.type
     if column.num_chunks != 1 or column.null_count:
         return None
@@ -171,7 +178,7 @@ def _as_array(column: pa.ChunkedArray) -> NDArray[Any] | None:
 
 
 def _has_numbers(kind: pa.DataType) -> bool:
-    """Whether these are lists of numbers."""
+    """Returns whether values of this type are lists of numbers."""
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     if not is_list and not pa.types.is_fixed_size_list(kind):
         return False

@@ -1,4 +1,4 @@
-"""Streams as training data: what a script describes, and the source of a `StepLoader`."""
+"""Streams of blocks as training data: their description, and the source of a `StepLoader`."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from rayzero.engine.errors import check_positive, named_errors
 from rayzero.engine.redact import redact_url
 
 STATE_NAME = "rayzero.stream"
-"""The registered state with what the order of the samples depends on."""
+"""The name of the registered state with all values that the order of the samples depends on."""
 
-_TURN_BITS = 48  # of a number that also has the source: blocks of all epochs
+_TURN_BITS = 48  # of a sort key: the turn of a block; the source is in the bits above
 
 Transform = Callable[[dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
 class StreamPart:
-    """One source of a stream. `name`: in its mixture, for metrics."""
+    """One source of a stream. `name` is its name in a mixture, for metrics."""
 
     source: BlockSource
     window: int
@@ -44,11 +44,11 @@ class StreamPart:
 class Mixture:
     """How the parts of a stream are mixed: see `mix`."""
 
-    weights: Mapping[int, tuple[float, ...]]  # by the step from which on they hold
+    weights: Mapping[int, tuple[float, ...]]  # by the step from which they hold
     max_epochs: tuple[float | None, ...]
 
     def schedule(self, lengths: Sequence[int], batch: int) -> MixSchedule:
-        """The schedule of sources with that many rows, in steps of that many samples."""
+        """Returns the schedule of sources with `lengths` rows, in steps of `batch` samples."""
         limits = [
             None if epochs is None else max(1, int(epochs * length))
             for epochs, length in zip(self.max_epochs, lengths, strict=True)
@@ -75,12 +75,13 @@ class BlockStream:
         check_positive("stream() or mix()", threads=self.threads)
 
     def order(self, seed: int, batch: int) -> StreamOrder:
-        """The order of the samples in a job of this seed that began with this `train_batch_size`;
-        for `check_ledger`, too. Raises DataError if a source has no rows."""
+        """Returns the order of the samples in a job of this seed that began with this
+        `train_batch_size`. `check_ledger` takes it, too. Raises DataError if a source has no rows.
+        """
         counts = [part.source.counts for part in self.parts]
-        lengths = [int(np.sum(it)) for it in counts]
+        lengths = [int(np.sum(rows)) for rows in counts]
         schedule = None if self.mixture is None else self.mixture.schedule(lengths, batch)
-        strata = np.array([batch])  # the rows of a step, by source
+        strata = np.array([batch])  # the rows of each source in a step
         if schedule is not None:
             strata = np.bincount(schedule.split(0, batch)[0], minlength=len(lengths)).clip(1)
         orders = [
@@ -90,7 +91,7 @@ class BlockStream:
         return StreamOrder(orders, schedule, batch)
 
     def identity(self, seed: int) -> dict[str, Any]:
-        """Returns what the order depends on, by the words of an error."""
+        """Returns the values that the order depends on, by the names that errors use."""
         identity: dict[str, Any] = {"seed": str(seed)}
         for part in self.parts:  # sources of a mixture may have one name, such as "ray"
             counts, name = part.source.counts, redact_url(part.name)
@@ -105,7 +106,7 @@ class BlockStream:
 
 
 class StreamRow(NamedTuple):
-    """One row of a block, which a sample is made of."""
+    """One row of a block, of which a sample is made."""
 
     source: int
     block: int
@@ -119,14 +120,14 @@ def transform_row(transforms: Sequence[Transform | None], row: StreamRow) -> Any
 
 
 class StreamSource(SampleSource):
-    """A stream as the source of a `StepLoader`. What its order depends on is registered with the
-    training state, and compared when that is loaded.
+    """A stream as the source of a `StepLoader`. The values that its order depends on are registered
+    with the training state, and compared when that is loaded.
 
     Blocks are read ahead for this rank's part of the current window of each source, and of the
-    next one. Positions are read in ascending order, so those of former windows are done with.
+    next one. Positions are read in ascending order, so earlier windows are not needed any more.
 
     Args:
-        register: the training state's.
+        register: the method of the training state.
 
     Raises:
         DataError: a source has no rows.
@@ -145,9 +146,9 @@ class StreamSource(SampleSource):
         self._progress = progress
         self._order = stream.order(seed, progress.global_batch)
         self.length = self._order.length
-        self._share = (0.0, 1.0)  # of a step's samples, which are this rank's
+        self._share = (0.0, 1.0)  # this rank's part of a step's samples
         self._split = StepSplit()  # of the steps that are read
-        self._windows: dict[int, tuple[int, int]] = {}  # first and last current one, by source
+        self._windows: dict[int, tuple[int, int]] = {}  # first and last current window, by source
         self.cache = BlockCache(
             [part.source for part in stream.parts],
             stream.cache_bytes,
@@ -174,10 +175,11 @@ class StreamSource(SampleSource):
         places = self._order.places(step + part.start, part.read_count)
         by_block = _split_by_block(places)
         self._enter_windows(step, by_block)
-        parts: list[tuple[Key, BlockRows]] = []  # a block twice, where an epoch ends
-        for (source, _), own in by_block.items():
-            key = source, int(places.blocks[own[0]])
-            parts.append((key, BlockRows(self.cache.get(key, check), places.rows[own], own)))
+        parts: list[tuple[Key, BlockRows]] = []  # at the end of an epoch, a block may be in two
+        for (source, _), indices in by_block.items():
+            key = source, int(places.blocks[indices[0]])
+            block = self.cache.get(key, check)
+            parts.append((key, BlockRows(block, places.rows[indices], indices)))
         numbers = places.numbers.tolist()
         batch = RowBatch([rows for _, rows in parts])
         if self.maker is None:
@@ -185,8 +187,8 @@ class StreamSource(SampleSource):
         return numbers, batch.place(self._take_rows(*key, rows) for key, rows in parts)
 
     def take_counts(self) -> dict[str, dict[str, int]]:
-        """Returns, by source, the `samples` of the step that this rank has just finished, and what
-        `BlockCache.take_counts` has counted since the step before. For the training thread."""
+        """Returns, by source, the number of `samples` of this rank in the step that has ended, and
+        the counts of `BlockCache.take_counts`. Called by the training thread after each step."""
         counts: defaultdict[str, dict[str, int]] = defaultdict(dict)
         names = [redact_url(part.name) for part in self._stream.parts]
         for (source, kind), number in self.cache.take_counts().items():
@@ -201,21 +203,22 @@ class StreamSource(SampleSource):
         return dict(counts)
 
     def _enter_windows(self, cursor: int, by_block: Iterable[tuple[int, int]]) -> None:
-        """These (source, turn) are next, ascending: plans their windows, and one more of each
-        source.
+        """Plans the windows of the blocks that are read next, and one more window of each source.
+        `by_block` has the (source, turn) of these blocks, ascending.
 
-        A step may have rows of the end of a window and of the next one, on which no plan goes back.
-        All sources are planned together: none takes another one's memory.
+        A step may have rows of the end of a window and of the next one. So a plan is not replaced
+        by one of the window before it. All sources are planned together, so that none takes the
+        memory of another.
         """
-        turns: dict[int, list[int]] = {}
+        turns_by_source: dict[int, list[int]] = {}
         for source, turn in by_block:
-            turns.setdefault(source, []).append(turn)
+            turns_by_source.setdefault(source, []).append(turn)
         plans: dict[int, ReadAhead] = {}
-        for source, own in turns.items():
+        for source, turns in turns_by_source.items():
             order = self._order.orders[source]
-            current = (order.window_of(own[0]), order.window_of(own[-1]))
+            current = (order.window_of(turns[0]), order.window_of(turns[-1]))
             known = self._windows.get(source, (-1, -1))
-            if known < current or current[0] < known[0] - 1:  # or positions begin anew
+            if known < current or current[0] < known[0] - 1:  # the latter: the job has gone back
                 self._windows[source] = current
                 now = [
                     block
@@ -229,15 +232,14 @@ class StreamSource(SampleSource):
         if plans:
             self.cache.plan(plans)
 
-    def _take_rows(self, source: int, block: int, of_block: BlockRows) -> list[StreamRow]:
-        rows = of_block.rows.tolist()
-        own = self._stream.parts[source].source
-
+    def _take_rows(self, source: int, block: int, part: BlockRows) -> list[StreamRow]:
+        rows = part.rows.tolist()
+        block_source = self._stream.parts[source].source
         with named_errors(
-            lambda: f"rows {rows} of {describe_block(own, block)} cannot be used",
+            lambda: f"rows {rows} of {describe_block(block_source, block)} cannot be used",
             fix="correct the data",
         ):
-            samples = of_block.samples()
+            samples = part.samples()
         return [
             StreamRow(source, block, row, values) for row, values in zip(rows, samples, strict=True)
         ]
@@ -258,13 +260,14 @@ class StreamSource(SampleSource):
 
 
 def _own_range(split: StepSplit) -> tuple[int, int]:
-    """The samples of a step that are a rank's: the first, and the one after the last."""
+    """Returns a rank's range of the samples of a step: the first, and the one after the last."""
     own = [part for part in split if part.count]
     return (own[0].start, own[-1].start + own[-1].count) if own else (0, 0)
 
 
 def _split_by_block(places: Places) -> dict[tuple[int, int], Integers]:
-    """The indices of the rows of each (source, turn), ascending: they are read ahead like that."""
+    """Returns the indices of the rows of each (source, turn), which are ascending: blocks are read
+    ahead in this sequence."""
     keys = (places.sources << _TURN_BITS) + places.turns
     by_key = np.argsort(keys, kind="stable")
     keys = keys[by_key]

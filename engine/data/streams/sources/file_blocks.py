@@ -42,9 +42,9 @@ _SUFFIXES: dict[FormatName, tuple[str, ...]] = {
 class FileBlocks(FileSource):
     """The blocks of files, in the sequence of the files and of the blocks in them.
 
-    A change that keeps size and time of a file is found by checksums: of JSON lines, gzip,
-    headers of tars, and pages of Parquet if the writer made them (`write_page_checksum`); not in
-    images and the files in a tar.
+    Checksums find a change of a file that keeps its size and time: those of JSON lines, gzip,
+    headers of tars, and pages of Parquet if the writer made them (`write_page_checksum`). Such a
+    change is not found in images and in the files of a tar.
 
     Attributes:
         counts: int64, shape (blocks,).
@@ -65,7 +65,7 @@ class FileBlocks(FileSource):
         self._form = form
 
     def read(self, block: int) -> pa.Table:
-        """All rows of a block. Thread-safe. Raises DataError, which names the file and the block,
+        """Returns all rows of a block. Thread-safe. Raises DataError, which names file and block,
         if the file has changed, vanished or is damaged, or its store fails for `retry_s`."""
         file, place = self._find(block)
         read = partial(self._form.read, block=place, schema=self.schema)
@@ -101,17 +101,17 @@ def blocks(
     schema: pa.Schema | None = None,
     retry_s: float = RETRY_S,
 ) -> FileBlocks | ImageFolder:
-    """Open files as a source for `rayzero.data.stream` and `rayzero.data.mix`.
+    """Opens files as a source for `rayzero.data.stream` and `rayzero.data.mix`.
 
     Args:
         paths: a file, a folder, a pattern (`**` is any depth) or a list of them: paths, or URLs
             with s3, gs or hdfs. Their sequence, sorted by name within each, is that of the blocks.
-        columns: which to read; default all. Suffixes, of WebDataset tars.
+        columns: the columns to read, or the suffixes of WebDataset tars; default all.
         format: parquet, json (lines; .gz and .zst too), webdataset (tar) or images (bytes, label by
             folder, path); default by the names of the files.
         index_dir: a folder or URL for the index of the blocks, which otherwise is made at each
             start: from footers, from headers of tars, or by reading all JSON lines once.
-        block_bytes: the least size of a block, where the format has none of its own.
+        block_bytes: the least size of a block, for formats that have no blocks of their own.
         schema: types of JSON lines, if keys have values of several; other keys are left out.
         retry_s: how long a read is repeated when the store fails.
 
@@ -136,13 +136,11 @@ def blocks(
     name = name.partition("?")[0] if "://" in name else name
     if chosen == "images":
         return ImageFolder(name, files, columns, block_bytes, retry_s)
-    form: Format = (
-        Parquet(columns)
-        if chosen == "parquet"
-        else JsonLines(block_bytes, schema)
-        if chosen == "json"
-        else WebDataset(block_bytes)
-    )
+    form: Format = WebDataset(block_bytes)
+    if chosen == "parquet":
+        form = Parquet(columns)
+    elif chosen == "json":
+        form = JsonLines(block_bytes, schema)
     index = find_blocks(files, form, None if index_dir is None else str(index_dir), retry_s)
     if not len(index[0]):
         raise DataError(f"{name} has no rows", "one row or more", "the path given to blocks")

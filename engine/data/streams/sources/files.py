@@ -47,7 +47,8 @@ class SourceFile:
 
     Attributes:
         name: path in the store, with `/` between folders.
-        modified_s: seconds since 1970; whole ones in object stores, whose answers differ in more.
+        modified_s: seconds since 1970; whole seconds in object stores, whose answers differ in the
+            fractions.
     """
 
     store: Store
@@ -62,17 +63,17 @@ class SourceFile:
 
     @property
     def codec(self) -> str:
-        """How it is compressed, by its name: gzip, zstd or not at all."""
+        """The compression, by the file's name: gzip or zstd; empty if there is none."""
         return _CODECS.get(self.name[self.name.rfind(".") :].lower(), "")
 
 
 class FileSource:
-    """A source of the rows of files.
+    """Base class of the sources that read files.
 
     Attributes:
-        files: as they were listed.
+        files: the files as they were listed.
         schema: the columns of every block.
-        is_local: files are read from folders: reads take a core, rather than wait.
+        is_local: whether all files are in local folders: reads then use a core, rather than wait.
 
     Raises DataError if one of `columns` is not in the schema.
     """
@@ -85,7 +86,7 @@ class FileSource:
         columns: Sequence[str] | None,
         retry_s: float,
     ) -> None:
-        if twice := sorted({it for it in schema.names if schema.names.count(it) > 1}):
+        if twice := sorted({column for column in schema.names if schema.names.count(column) > 1}):
             raise DataError(f"{name} has several columns {twice}", "names that differ", "the files")
         chosen = schema.names if columns is None else columns
         if missing := [column for column in chosen if column not in schema.names]:
@@ -100,8 +101,8 @@ class FileSource:
 
 
 class SourceReader(io.RawIOBase):
-    """An open file. Each read that fails for a reason that may pass is repeated on a connection of
-    its own, at growing intervals, until `retry_s` have passed since its first failure."""
+    """An open file. Each read that fails for a reason that may pass is repeated on a new
+    connection, at growing intervals, until `retry_s` have passed since its first failure."""
 
     def __init__(self, file: SourceFile, retry_s: float) -> None:
         self.file = file
@@ -110,9 +111,9 @@ class SourceReader(io.RawIOBase):
         self._position = 0
 
     def read_at(self, start: int, nbytes: int) -> memoryview:
-        """`nbytes` bytes from byte `start`; fewer at the end of the file."""
+        """Returns `nbytes` bytes from byte `start`; fewer at the end of the file."""
         size = max(0, min(nbytes, self.file.nbytes - start))
-        # Of Arrow's pool, as what is made of it: `release_unused` returns it to the system.
+        # In memory of Arrow's pool, as the table is: `release_unused` returns it to the system.
         content = memoryview(pa.allocate_buffer(size)).cast("B")
         done = self._repeat(lambda: self._open().read(start, [content])) if content else 0
         if done < len(content):
@@ -120,7 +121,7 @@ class SourceReader(io.RawIOBase):
         return content
 
     def change(self) -> str:
-        """How the file differs from the one that was listed; empty if it does not."""
+        """Returns how the file differs from the one that was listed; empty if it does not."""
         entry = self._repeat(lambda: self.file.store.find(self.file.name))
         if entry is None:
             return "has vanished"
@@ -147,7 +148,7 @@ class SourceReader(io.RawIOBase):
         return self._position
 
     def read(self, size: int = -1) -> Any:
-        """A buffer, without the copy that bytes would need."""
+        """Returns a buffer, without the copy that bytes would need."""
         content = self.read_at(self._position, self.file.nbytes if size < 0 else size)
         self._position += len(content)
         return content
@@ -190,9 +191,9 @@ class SourceReader(io.RawIOBase):
 def read_checked(
     file: SourceFile, where: str, read: Callable[[SourceReader], T], retry_s: float
 ) -> T:
-    """The result of reading a file that did not change meanwhile: compared after the read, so that
-    no content of another file passes. Raises DataError, which names the file and `where`, which is
-    empty before the source is opened."""
+    """Returns the result of `read`. Then checks that the file is still the one that was listed, so
+    that no content of another file passes. Raises DataError that names the file and `where`, the
+    place in it. An empty `where` says that the source is still being opened."""
     problem = ""
     cause: Exception | None = None
     with closing(SourceReader(file, retry_s)) as reader:
@@ -204,7 +205,8 @@ def read_checked(
         except _CONTENT_ERRORS as error:
             cause = error
             problem = f"is damaged: {first_line(error)}"
-        if not isinstance(cause, StoreError) or cause.damage:  # else the store does not answer
+        # A store that does not answer is not asked again.
+        if not isinstance(cause, StoreError) or cause.damage:
             try:
                 problem = reader.change() or problem
             except StoreError as error:
@@ -222,15 +224,15 @@ def read_checked(
 
 
 def list_files(paths: Paths) -> list[SourceFile]:
-    """The files of a path, a URL, a pattern or a list of them; sorted by name within each.
+    """Returns the files of a path, a URL, a pattern or a list of them; sorted by name within each.
 
     A folder is searched at any depth. In patterns `**` stands for folders at any depth; `?` begins
     a URL's options, so it stands for a letter in paths only. Files and folders whose names begin
-    with `.` or `_` are left out, and so are links to folders. Raises DataError if there are none;
-    ConfigError if one is listed twice: its rows would come twice.
+    with `.` or `_` are left out, and so are links to folders. Raises DataError if there are no
+    files; ConfigError if a file is listed twice: its rows would come twice.
     """
     given: Any = paths if isinstance(paths, Iterable) and not isinstance(paths, str) else [paths]
-    several = [str(it or "") for it in given]
+    several = [str(path or "") for path in given]
     if not several or not all(several):
         raise ConfigError(f"blocks() got {paths!r}", "a path, a URL, a pattern or a list", _SETTING)
     files: dict[str, SourceFile] = {}
@@ -269,7 +271,7 @@ def _list_path(path: str) -> Iterator[SourceFile]:
 
 
 def _walk(store: Store, folder: str, depth: int | None) -> Iterator[tuple[str, StoreEntry]]:
-    """The files of a folder, `depth` levels of it, by name."""
+    """Yields the files of a folder by name; of `depth` levels, or of all."""
     for entry in sorted(store.list_folder(folder), key=lambda entry: entry.name):
         name = f"{folder}/{entry.name}".lstrip("/")
         if entry.name.startswith((".", "_")):
@@ -277,7 +279,7 @@ def _walk(store: Store, folder: str, depth: int | None) -> Iterator[tuple[str, S
         if not entry.is_folder:
             yield name, entry
         elif not entry.is_link and depth != 1:
-            yield from _walk(store, name, depth and depth - 1)
+            yield from _walk(store, name, None if depth is None else depth - 1)
 
 
 def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:

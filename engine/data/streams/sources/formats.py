@@ -14,7 +14,7 @@ from rayzero.engine.data.streams.sources.files import SourceReader
 from rayzero.engine.errors import DataError
 
 _CACHED_FOOTERS = 256
-_MOST_BYTES = (1 << 31) - 1  # of a column of bytes, by its offsets
+_MOST_BYTES = (1 << 31) - 1  # of a column of bytes, whose offsets are int32
 
 
 @dataclass(frozen=True)
@@ -38,22 +38,22 @@ class Format(Protocol):
     """Finds and reads the blocks of one file. Errors of any library mean that the file is damaged.
 
     Attributes:
-        options: what else decides which blocks a file has.
+        options: the settings that, with the file, determine which blocks the file has.
     """
 
     options: str
 
     def scan(self, reader: SourceReader) -> tuple[list[FileBlock], pa.Schema]:
-        """The blocks of a file, in sequence, and the columns that it has."""
+        """Returns the blocks of a file, in sequence, and its columns."""
         ...
 
     def merge(self, schema: pa.Schema, other: pa.Schema) -> pa.Schema:
-        """The columns of files with either. Raises an error of pyarrow or ValueError if no columns
-        fit both."""
+        """Returns columns for files with either of two schemas. Raises an error of pyarrow or
+        ValueError if no columns fit both."""
         return pa.unify_schemas([schema, other], promote_options="permissive")
 
     def read(self, reader: SourceReader, block: FileBlock, schema: pa.Schema) -> pa.Table:
-        """The rows of a block, with exactly these columns."""
+        """Returns the rows of a block, with exactly the columns of `schema`."""
         ...
 
     def describe(self, block: FileBlock) -> str:
@@ -61,12 +61,12 @@ class Format(Protocol):
 
 
 class Parquet(Format):
-    """Row groups are the blocks. Checksums of pages are verified where the writer made them."""
+    """Row groups are the blocks. Checksums of pages are verified if the writer made them."""
 
     def __init__(self, columns: Sequence[str] | None) -> None:
         self.options = f"parquet {columns}"
         self._columns = columns
-        # Of the files read last: a footer is parsed once, not once a row group.
+        # Footers of files that were read last: each is parsed once, not once for each row group.
         self._footers: dict[tuple[str, int, float], pq.FileMetaData] = {}
 
     def scan(self, reader: SourceReader) -> tuple[list[FileBlock], pa.Schema]:
@@ -97,7 +97,7 @@ class Parquet(Format):
         with pq.ParquetFile(
             pa.PythonFile(reader, mode="r"),
             metadata=self._footer(reader),
-            # Column by column, the pool of Arrow would hold half a block more.
+            # Otherwise columns are read one by one, and Arrow's pool holds half a block more.
             pre_buffer=True,
             page_checksum_verification=True,
         ) as file:
@@ -123,7 +123,8 @@ class Parquet(Format):
 
 
 def read_content(reader: SourceReader, start: int, nbytes: int) -> memoryview:
-    """A range of a file; of a compressed one all of it, whose frames may be several."""
+    """Returns the content of a range of a file. The range of a compressed file is the whole file,
+    which may have several frames, and is decompressed."""
     raw = reader.read_at(start, nbytes)
     if not reader.file.codec:
         return raw
@@ -132,9 +133,9 @@ def read_content(reader: SourceReader, start: int, nbytes: int) -> memoryview:
 
 
 def join_values(values: Sequence[memoryview | None]) -> pa.Array:
-    """A column of bytes: copied once, into memory of Arrow's pool, which returns it. Raises
-    ValueError if they are 2 GiB or more."""
-    ends = np.cumsum([0, *(0 if it is None else len(it) for it in values)])
+    """Returns a column of bytes. Copies the values once, into memory of Arrow's pool, which can
+    return it to the system. Raises ValueError if the values have 2 GiB or more."""
+    ends = np.cumsum([0, *(0 if value is None else len(value) for value in values)])
     if ends[-1] > _MOST_BYTES:
         raise ValueError(f"{ends[-1]} bytes of a column in one block; at most {_MOST_BYTES}")
     memory = pa.allocate_buffer(int(ends[-1]))
@@ -142,7 +143,7 @@ def join_values(values: Sequence[memoryview | None]) -> pa.Array:
     for value, start, end in zip(values, map(int, ends), map(int, ends[1:]), strict=False):
         if value is not None:
             content[start:end] = value
-    present = pa.array([it is not None for it in values], pa.bool_()).buffers()[1]
+    present = pa.array([value is not None for value in values], pa.bool_()).buffers()[1]
     offsets = pa.py_buffer(ends.astype(np.int32))
     return pa.Array.from_buffers(pa.binary(), len(values), [present, offsets, memory])
 

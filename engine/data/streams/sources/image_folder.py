@@ -25,15 +25,15 @@ _READS = 16  # files of a block at a time: each is a request
 
 
 class ImageFolder(FileSource):
-    """Columns `image` (the bytes of the file; decoding is the user's transform), `label` and
-    `path` (in the folder).
+    """A source of image files. A row has `image` (the bytes of the file; decoding is the user's
+    transform), `label` and `path` (in the folder).
 
-    A block is files of `block_bytes` or more together, in an order by a hash of their paths: by
-    name, a block would have the images of one label.
+    A block has files of `block_bytes` or more together, in the order of a hash of their paths: in
+    the order of their names, a block would have the images of one label.
 
     Attributes:
-        classes: the names of the labels: the folder at the top that a file is in, or at least the
-            one it is in; sorted, as torchvision's ImageFolder has them.
+        classes: the names of the labels, sorted, as in torchvision's ImageFolder. A file's label is
+            its top-level folder, or, if the file is in no subfolder, the folder that contains it.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class ImageFolder(FileSource):
         self.counts: NDArray[np.int64] = np.diff([*self._starts, len(files)]).astype(np.int64)
 
     def read(self, block: int) -> pa.Table:
-        """All rows of a block. Thread-safe. Raises DataError, which names the file, if one has
-        changed or vanished, or its store fails for `retry_s`."""
+        """Returns all rows of a block. Thread-safe. Raises DataError, which names the file, if a
+        file has changed or vanished, or its store fails for `retry_s`."""
         files = self.files[self._starts[block] : self._starts[block] + int(self.counts[block])]
 
         def read(file: SourceFile) -> memoryview:

@@ -1,4 +1,4 @@
-"""Which blocks the files of a source have: found once, kept in a folder beside the job."""
+"""Finds the blocks of the files of a source once, and keeps them in a folder: the index."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ PROGRESS_S = 10.0
 def find_blocks(
     files: Sequence[SourceFile], form: Format, index_dir: str | None, retry_s: float
 ) -> tuple[pa.Table, pa.Schema]:
-    """A row for each block: file (its number), start, nbytes, rows, checksum; and the columns of
-    all files together. From `index_dir` if it is there: its name has names, sizes and times of the
-    files, so one of other files is never found. Raises DataError, which names the file, if one
-    cannot be read; if the folder cannot be used."""
+    """Returns a table with a row for each block (file number, start, nbytes, rows, checksum), and
+    the columns of all files together. Takes both from `index_dir` if they are kept there, by a name
+    that has a digest of the files' names, sizes and times: an index of other files is never used.
+    Raises DataError if a file cannot be read, which it names, or the folder cannot be used."""
     if index_dir is None:
         return _scan(files, form, retry_s)
     kept = KeptTables(index_dir, "index_dir of rayzero.data.blocks")
@@ -44,7 +44,7 @@ def find_blocks(
 
 
 def listing_digest(files: Sequence[SourceFile], options: str) -> str:
-    """Hashes names, sizes and times of files, and how they are cut."""
+    """Hashes names, sizes and times of files, and the options by which they are cut."""
     listing = [[file.url, file.nbytes, file.modified_s] for file in files]
     return xxhash.xxh3_128_hexdigest(json.dumps([_VERSION, options, listing]).encode())
 
@@ -61,7 +61,7 @@ def _scan(files: Sequence[SourceFile], form: Format, retry_s: float) -> tuple[pa
             futures = [pool.submit(read_checked, file, "", scan, retry_s) for file in files]
             while (state := wait(futures, PROGRESS_S, FIRST_EXCEPTION)).not_done:
                 for future in state.done:
-                    future.result()  # or raises, as one of them may have
+                    future.result()  # raises the error of a file, if there is one
                 read_bytes = sum(reader.tell() for reader in readers.copy())
                 log.info(
                     "indexing: %d of %d files are done, %.0f MiB read",
@@ -74,9 +74,9 @@ def _scan(files: Sequence[SourceFile], form: Format, retry_s: float) -> tuple[pa
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     schema = found[0][1]
-    for file, (_, other) in zip(files, found, strict=True):
+    for file, (_, file_schema) in zip(files, found, strict=True):
         try:
-            schema = form.merge(schema, other)
+            schema = form.merge(schema, file_schema)
         except (pa.ArrowException, ValueError) as error:
             raise DataError(
                 f"{file.url} does not fit the files before it: {error}",

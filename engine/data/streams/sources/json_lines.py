@@ -17,11 +17,11 @@ _PARSED_BYTES = 1 << 20  # at a time
 
 
 class JsonLines(Format):
-    """Blocks end where a line ends, after `block_bytes` or more. A compressed file is one block,
-    because it cannot be read from its middle.
+    """A block has whole lines of `block_bytes` or more. A compressed file is one block, because it
+    cannot be read from its middle.
 
-    Types are found by parsing every line once: whole numbers are int64, or float64 if some are not
-    whole in any file; texts stay texts, dates too; a key that a line lacks is null.
+    Types are found by parsing every line once: numbers are int64, or float64 if one in any file is
+    not whole; texts stay texts, dates too; a key that a line lacks is null.
     """
 
     def __init__(self, block_bytes: int, schema: pa.Schema | None) -> None:
@@ -57,8 +57,10 @@ class JsonLines(Format):
         content = read_content(reader, block.start, block.nbytes)
         if xxhash.xxh3_64_intdigest(content) != block.checksum:
             raise ValueError("its content is not what was indexed")
-        # The parser has a text up to five times in memory: a part of the block at a time.
-        parts = _cut_lines(lambda at, size: content[at : at + size], len(content), _PARSED_BYTES)
+        # Parsing takes up to five times the memory of the text, so it is done in parts.
+        parts = _cut_lines(
+            lambda start, size: content[start : start + size], len(content), _PARSED_BYTES
+        )
         texts = (part for _, _, part in parts if not bytes(part).isspace())
         return pa.concat_tables([_parse(part, schema) for part in texts])
 
@@ -66,8 +68,9 @@ class JsonLines(Format):
 def _cut_lines(
     read: Callable[[int, int], memoryview], size: int, least: int
 ) -> Iterator[tuple[int, int, memoryview]]:
-    """First byte, bytes and content of whole lines of `least` bytes or more together. Nothing but
-    what may be a line's end is copied: a copy would stay with malloc, beyond `cache_bytes`."""
+    """Yields (first byte, number of bytes, content) of whole lines of `least` bytes or more
+    together. Copies only the bytes in which a line may end: malloc would keep the memory of a copy,
+    which `cache_bytes` does not count."""
     start = 0
     while start < size:
         nbytes = least + _LINE_BYTES
@@ -85,7 +88,7 @@ def _cut_lines(
 
 
 def _parse(content: memoryview, schema: pa.Schema | None) -> pa.Table:
-    """All lines as one chunk: types would be those of the first chunk, and wrong for the others."""
+    """Parses all lines as one chunk: pyarrow takes the types of the first chunk for all chunks."""
     return pj.read_json(
         pa.BufferReader(content),
         read_options=pj.ReadOptions(use_threads=False, block_size=len(content) + 1),
@@ -101,7 +104,8 @@ def _with_texts(schema: pa.Schema) -> pa.Schema:
 
 
 def _as_text(kind: pa.DataType) -> pa.DataType:
-    """The type without times: texts that look like times are such only until another does not."""
+    """Returns the type with strings for timestamps. pyarrow takes texts for timestamps if all of
+    them look like one, so the type would depend on the block."""
     if pa.types.is_timestamp(kind):
         return pa.string()
     if pa.types.is_list(kind):

@@ -16,12 +16,12 @@ from rayzero.engine.data.streams.sources.formats import FileBlock, Format, join_
 
 KEY = "__key__"
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)
-_HEADERS_BYTES = 1 << 16  # of one request: members smaller than this share one
+_HEADERS_BYTES = 1 << 16  # size of a request for headers: smaller members share one
 
 
 @dataclass
 class _Sample:
-    """`parts`: of each suffix, first byte and size of its content in the tar."""
+    """The files of a sample. `parts` has, by suffix, first byte and size of a file in the tar."""
 
     key: str
     start: int
@@ -30,8 +30,8 @@ class _Sample:
 
 class WebDataset(Format):
     """A row has `__key__`, the path up to the first dot of the basename, and the bytes of each
-    suffix in lower case; null where a sample has none of a suffix. Files without suffix, and those
-    whose names begin with a dot, are left out, as WebDataset does.
+    suffix in lower case; null if a sample has no file of a suffix. Files without a suffix, and
+    those whose names begin with a dot, are left out, as WebDataset does.
 
     Headers are read once. A block is a range of samples of `block_bytes` or more; a compressed tar
     is one block, because it cannot be read from its middle.
@@ -81,11 +81,12 @@ def _slice(content: memoryview, place: tuple[int, int] | None) -> memoryview | N
 
 
 def _read_samples(stream: IO[bytes]) -> Iterator[_Sample]:
-    """Raises ValueError for a damaged header; tarfile would end there as if the tar did."""
+    """Yields the samples of a tar. Raises ValueError for a damaged header, which tarfile would take
+    for the end of the tar."""
     sample: _Sample | None = None
     with tarfile.open(fileobj=stream, mode="r:") as tar:
         while (member := tar.next()) is not None:
-            tar.members.clear()  # type: ignore[attr-defined]  # it would keep them all
+            tar.members.clear()  # type: ignore[attr-defined]  # tarfile keeps all members
             name = _NAME.fullmatch(member.name)
             if not member.isfile() or name is None:
                 continue
