@@ -94,13 +94,8 @@ class ScriptEpochs:
     def begin_epoch(self) -> None:
         """Called where an iteration begins over a loader that the script trains on."""
 
-    def end_epoch(self, *, is_left_out: bool) -> None:
-        """Called where that iteration ends.
-
-        Args:
-            is_left_out: it has yielded nothing, because the epoch was finished when the script was
-                run again.
-        """
+    def end_epoch(self) -> None:
+        """Called where that iteration ends."""
 
 
 class HostSession:

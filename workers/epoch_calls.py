@@ -3,7 +3,8 @@
 A script in a new process begins again. Its loop yields nothing in finished epochs, but the script
 runs what follows each of them, such as an evaluation, with the weights of a later step. With the
 results of the first time, its metrics, its choice of the best weights and its early stopping are
-those of the other ranks.
+those of the other ranks. So is the order of the epoch that it continues, if a library agrees on
+that with all ranks, as Accelerate does.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ log = logging.getLogger("rayzero.workers")
 MAX_BYTES = 4 << 20
 """All results together: they are part of the training state, which is copied at each step."""
 
+_TOO_LARGE = (
+    "the collectives that the script calls between its epochs return more than %d MiB: not all are"
+    " kept, and a new worker may get other results after finished epochs"
+)
+
 
 @dataclass(frozen=True)
 class EpochCall:
@@ -40,66 +46,71 @@ class EpochCall:
     name: str
     tensors: list[Tensor]
 
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
 
 class ScriptPhase(Enum):
     """Where a script's process is, compared with the other ranks."""
 
-    BEGINNING = "all ranks have begun the script, and none has finished a step"
+    RESUMING = "all ranks have begun the script in a job that has finished steps"
     JOINING = "its peers are in their loops, where it will come"
     TRAINING = "it is in its loop, with its peers"
 
 
 class EpochCalls:
-    """The calls after each epoch, by its number. Used by the training thread."""
+    """The calls by point: a number for each place in the script where they are kept. Used by the
+    training thread."""
 
     def __init__(self) -> None:
         self._calls: dict[int, list[EpochCall]] = {}
         self._bytes = 0
-        self._is_full = False
+        self._has_warned = False
         self._encoded: Tensor | None = None
 
-    def __contains__(self, epoch: int) -> bool:
-        return epoch in self._calls
+    def __contains__(self, point: int) -> bool:
+        return point in self._calls
 
-    def begin(self, epoch: int) -> None:
-        """The calls that follow are those after this epoch."""
-        if not self._is_full:
-            self._calls[epoch] = []
+    def begin(self, point: int) -> None:
+        """Keeps the calls that are added at this point."""
+        self.drop(point)
+        self._calls[point] = []
 
-    def get(self, epoch: int, index: int) -> EpochCall | None:
-        calls = self._calls.get(epoch, [])
+    def get(self, point: int, index: int) -> EpochCall | None:
+        calls = self._calls.get(point, [])
         return calls[index] if index < len(calls) else None
 
-    def add(self, epoch: int, name: str, outputs: Sequence[Tensor]) -> None:
-        """Adds a call, if its epoch has begun. Results on a GPU are waited for."""
-        if epoch not in self._calls:
+    def add(self, point: int, name: str, outputs: Sequence[Tensor]) -> None:
+        """Adds a call, if calls are kept at this point. Waits for results on a GPU."""
+        if point not in self._calls:
             return
-        self._bytes += sum(output.nbytes for output in outputs)
-        if self._bytes > MAX_BYTES:
-            self._is_full = True
-            self.drop(epoch)
-            log.warning(
-                "the collectives that the script calls between its epochs have returned more than "
-                "%d MiB: a worker that is replaced calls those after epoch %d and later ones alone",
-                MAX_BYTES >> 20,
-                epoch,
-            )
+        if self._bytes + sum(output.nbytes for output in outputs) > MAX_BYTES:
+            self.drop(point)
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning(_TOO_LARGE, MAX_BYTES >> 20)
             return
         tensors = [get_device(it.device).to_host(it.detach()).clone() for it in outputs]
-        self._calls[epoch].append(EpochCall(name, tensors))
+        self._append(point, EpochCall(name, tensors))
+
+    def drop(self, point: int) -> None:
+        """Forgets the calls at a point."""
+        for call in self._calls.pop(point, []):
+            self._bytes -= call.nbytes
         self._encoded = None
 
-    def drop(self, epoch: int) -> None:
-        """Forgets the calls after an epoch, some of which had no peers."""
-        self._calls.pop(epoch, None)
+    def _append(self, point: int, call: EpochCall) -> None:
+        self._calls.setdefault(point, []).append(call)
+        self._bytes += call.nbytes
         self._encoded = None
 
     def encode(self) -> Tensor:
         """Returns the calls as bytes, for `load`."""
         if self._encoded is None:
             tensors = {
-                f"{epoch}/{index}/{call.name}/{number}": tensor
-                for epoch, calls in self._calls.items()
+                f"{point}/{index}/{call.name}/{number}": tensor
+                for point, calls in self._calls.items()
                 for index, call in enumerate(calls)
                 for number, tensor in enumerate(call.tensors or [torch.empty(0)])
             }
@@ -110,60 +121,67 @@ class EpochCalls:
         """Takes the calls that another process has encoded."""
         results: dict[tuple[int, int, str], dict[int, Tensor]] = {}
         for key, tensor in load(encoded.numpy().tobytes()).items():
-            epoch, index, name, number = key.split("/")
-            results.setdefault((int(epoch), int(index), name), {})[int(number)] = tensor
-        for (called_after, _, name), outputs in sorted(results.items()):
+            point, index, name, number = key.split("/")
+            results.setdefault((int(point), int(index), name), {})[int(number)] = tensor
+        for (called_at, _, name), outputs in sorted(results.items()):
             ordered = [outputs[number] for number in sorted(outputs)]
             tensors = [] if ordered[0].shape == (0,) else ordered
-            self._calls.setdefault(called_after, []).append(EpochCall(name, tensors))
-            self._bytes += sum(tensor.nbytes for tensor in tensors)
+            self._append(called_at, EpochCall(name, tensors))
 
 
 class EpochReplay(ScriptEpochs):
-    """Keeps what is called after each epoch of a script, and repeats it in a new process. Used by
-    the training thread.
+    """Keeps what a script calls between its epochs, and repeats it in a new process. Used by the
+    training thread.
 
     Attributes:
-        is_after_epoch: whether the script is between two epochs.
+        is_open: whether the script is after an epoch, or before the first step of one.
         is_known: whether the calls that follow were made before.
         is_agreeing: whether the ranks are agreeing on that.
     """
 
     def __init__(self, registry: StateRegistry, phase: Callable[[], ScriptPhase]) -> None:
-        self.is_after_epoch = self.is_known = self.is_agreeing = False
+        self.is_open = self.is_known = self.is_agreeing = False
         self._registry = registry
         self._phase = phase
         self._calls = EpochCalls()
         self._begun = 0
+        self._point = 0
         self._repeated = 0
 
     def begin_epoch(self) -> None:
         if _STATE not in self._registry:
             self._registry.register(_STATE, self._calls.encode, self._calls.load)
+        self._calls.drop(2 * self._begun)  # only the epoch that is continued begins again
         self._begun += 1
-        self.is_after_epoch = self.is_known = False
+        self._open(2 * self._begun)
 
-    def end_epoch(self, *, is_left_out: bool) -> None:
-        self._repeated = 0
-        is_known = self._begun in self._calls
-        if is_left_out and self._phase() is ScriptPhase.BEGINNING:
-            # A rank that was new when its peers evaluated lacks what they know.
+    def end_epoch(self) -> None:
+        self._open(2 * self._begun + 1)
+
+    def begin_step(self) -> None:
+        """Called where a training step begins: the calls that follow are not kept."""
+        self.is_open = self.is_known = False
+
+    def _open(self, point: int) -> None:
+        self.is_open = self.is_known = False
+        self._point, self._repeated = point, 0
+        is_known = point in self._calls
+        if self._phase() is ScriptPhase.RESUMING:
+            # Ranks may know different points: one that was new at this point had no peers there.
             self.is_agreeing = True
             is_known = all(all_gather_objects(is_known))
             self.is_agreeing = False
         if not is_known and self._phase() is not ScriptPhase.JOINING:
-            self._calls.begin(self._begun)
-        self.is_after_epoch, self.is_known = True, is_known
+            self._calls.begin(point)
+        self.is_open, self.is_known = True, is_known
 
     @property
     def records(self) -> bool:
         """Whether the results of the present call are kept."""
-        return (
-            self.is_after_epoch and not self.is_known and self._phase() is not ScriptPhase.JOINING
-        )
+        return self.is_open and not self.is_known and self._phase() is not ScriptPhase.JOINING
 
     def record(self, name: str, outputs: Sequence[Tensor]) -> None:
-        self._calls.add(self._begun, name, outputs)
+        self._calls.add(self._point, name, outputs)
 
     def replays(self, name: str, outputs: Sequence[Tensor]) -> bool:
         """Fills in what the call has returned the first time. Returns False if that was not kept,
@@ -171,7 +189,7 @@ class EpochReplay(ScriptEpochs):
         if not self.is_known:
             self.forget()
             return False
-        call = self._calls.get(self._begun, self._repeated)
+        call = self._calls.get(self._point, self._repeated)
         self._repeated += 1
         if call is None:
             return False
@@ -186,7 +204,7 @@ class EpochReplay(ScriptEpochs):
         return bool(outputs)
 
     def forget(self) -> None:
-        """Forgets what a member of the group has called after this epoch: a call had no peers, or
-        is not that of the first time."""
-        if self.is_after_epoch and self._phase() is not ScriptPhase.JOINING:
-            self._calls.drop(self._begun)
+        """Forgets the calls at this point: one of them had no peers, or is not that of the first
+        time. A new member keeps those of its peers."""
+        if self.is_open and self._phase() is not ScriptPhase.JOINING:
+            self._calls.drop(self._point)

@@ -4,7 +4,7 @@ The members of a generation meet where a training step begins. A survivor comes 
 its loop, a new member from the function's start. So a new member calls what the function does
 before its first step when its peers do not: it gets what the same call returned when the function
 ran for the first time, which is part of the training state. The same holds for what a launched
-script calls after finished epochs (`epoch_calls`). What a new member calls in addition completes on
+script calls between its epochs (`epoch_calls`). What a new member calls in addition completes on
 it alone; and so does what a survivor calls after its group broke.
 """
 
@@ -72,20 +72,24 @@ class FunctionCollectives(CallHost):
         self._replayed = self._checked = 0
         self._has_groups = False
         self._epochs = EpochReplay(StateRegistry(), self._phase)
+        self._is_resumed: Callable[[], bool] = lambda: False
 
-    def follow_epochs(self, registry: StateRegistry) -> EpochReplay:
+    def follow_epochs(self, registry: StateRegistry, is_resumed: Callable[[], bool]) -> EpochReplay:
         """Returns what is to be told where a script's epochs begin and end.
 
         Args:
-            registry: makes the results of the calls after them part of the training state.
+            registry: makes the results of the calls between them part of the training state.
+            is_resumed: whether the job had finished steps when the function was called.
         """
+        self._is_resumed = is_resumed
         self._epochs = EpochReplay(registry, self._phase)
         return self._epochs
 
     def _phase(self) -> ScriptPhase:
         if not self._is_member:
             return ScriptPhase.JOINING
-        return ScriptPhase.TRAINING if self.has_begun else ScriptPhase.BEGINNING
+        is_resuming = not self.has_begun and self._is_resumed()
+        return ScriptPhase.RESUMING if is_resuming else ScriptPhase.TRAINING
 
     def engine_is_ready(self, engines: JobEngines, survival: GroupSurvival) -> None:
         """The function has built an engine, before its first step."""
@@ -100,6 +104,7 @@ class FunctionCollectives(CallHost):
         same calls, returns whether the engines may outlive their group: not if one has gathered
         weights before, or the function has made groups, for which a new member would find no
         peers."""
+        self._epochs.begin_step()
         if self.has_begun or self._engines is None:
             return False
         self.has_begun, self._before_first_step = True, False
@@ -149,7 +154,7 @@ class FunctionCollectives(CallHost):
         return self._is_member and self._epochs.is_known
 
     def replays(self, name: str, outputs: Sequence[Tensor]) -> bool:
-        if self._epochs.is_after_epoch:
+        if self._epochs.is_open:
             return self._epochs.replays(name, outputs) or not (self._is_member or outputs)
         if self._is_member or not outputs:
             return not self._is_member  # a barrier: the others are past it
@@ -168,7 +173,7 @@ class FunctionCollectives(CallHost):
         return True
 
     def records(self) -> bool:
-        if self._epochs.is_agreeing or self._epochs.is_after_epoch:
+        if self._epochs.is_agreeing or self._epochs.is_open:
             return self._epochs.records
         return self._before_first_step and self._is_member
 

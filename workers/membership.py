@@ -39,7 +39,7 @@ class ScriptLoop:
         yields_again: its loader yields the batches of a lost step again.
         divides_steps: its loader is cut for the present ranks, as Accelerate's and Trainer's are.
         asked_step: of the last checkpoint that the script has asked for, loaded or not.
-        epochs: are told where an iteration over data that is trained on begins and ends.
+        epochs: notified where an iteration over data that is trained on begins and ends.
         own_loaders: follows its torch DataLoaders, an `OwnLoaders`.
         tell: returns what the script, if it does not continue, tells the one that is run in its
             place, and after how many finished steps.

@@ -102,10 +102,9 @@ class StepLoader:
         return self._iterate_script_epoch(self._epochs, steps)
 
     def _iterate_script_epoch(self, epochs: ScriptEpochs, steps: int) -> Iterator[Any]:
-        is_left_out = bool(self.progress.script_lag)
         epochs.begin_epoch()
         yield from self._iterate(steps)
-        epochs.end_epoch(is_left_out=is_left_out)
+        epochs.end_epoch()
 
     @property
     def is_replaying(self) -> bool:

@@ -94,7 +94,7 @@ class Place:
             leave_out(loader)
             if not self.missed_steps:
                 engine.progress.reach_place()
-            session.loop.epochs.end_epoch(is_left_out=bool(self.missed_steps))
+            session.loop.epochs.end_epoch()
             return
         order = _agree_on_order(loader) if session.loop.yields_again else None
         loop = FollowedLoop(session, engine, self.schedules)
@@ -112,7 +112,7 @@ class Place:
                 if loop.follow():
                     break
             else:
-                session.loop.epochs.end_epoch(is_left_out=False)
+                session.loop.epochs.end_epoch()
                 return
             done = loop.step - first_step
             if done < 0:
@@ -148,7 +148,7 @@ class Place:
         if missed and read <= missed:
             self.missed_steps -= min(self.missed_steps, self._steps(read))
             engine.progress.script_lag = self.missed_steps
-        session.loop.epochs.end_epoch(is_left_out=self.missed_steps > 0)
+        session.loop.epochs.end_epoch()
 
     def _mark_batch(self, *, ends_step: bool) -> None:
         """Does what `accumulate` does, where a script needs none on its first ranks: it steps for

@@ -42,7 +42,7 @@ class Rank:
         self.made: list[str] = []
         read = (lambda: None) if is_new else None
         self.host = FunctionCollectives(0, lambda: True, read)
-        self.epochs = self.host.follow_epochs(self.registry)
+        self.epochs = self.host.follow_epochs(self.registry, lambda: restored is not None)
 
     def call(self, name: str, value: float, *, shape: tuple[int, ...] = ()) -> float:
         """As `ElasticGroup` does: returns what the script gets."""
@@ -59,9 +59,9 @@ class Rank:
             self.host.record(name, outputs)
         return value
 
-    def epoch(self, *, is_left_out: bool = False) -> None:
+    def epoch(self) -> None:
         self.epochs.begin_epoch()
-        self.epochs.end_epoch(is_left_out=is_left_out)
+        self.epochs.end_epoch()
 
     def capture(self) -> Any:
         return self.registry.capture()
@@ -77,7 +77,9 @@ def trained(epochs: int) -> Rank:
         rank.call("barrier", 0)
         rank.call("allgather", 10 * epoch, shape=(3,))
     rank.epochs.begin_epoch()
-    rank.call("allreduce", 99)  # within an epoch: not kept
+    rank.call("broadcast", 10)  # the order of an epoch
+    rank.epochs.begin_step()
+    rank.call("allreduce", 99)  # not kept
     return rank
 
 
@@ -86,8 +88,8 @@ def test_new_rank_gets_what_its_peers_got_and_resumed_ranks_call_the_rest_again(
     new = Rank(stored, is_new=True)
     resumed = Rank(stored)
     for epoch in (1, 2, 3):
-        new.epoch(is_left_out=True)
-        resumed.epoch(is_left_out=True)
+        new.epoch()
+        resumed.epoch()
         for rank, alone in ((new, -1.0), (resumed, 7.0)):
             assert rank.call("allreduce", 7) == epoch
             assert rank.call("reduce", 7) == alone, "a result of one rank"
@@ -95,11 +97,14 @@ def test_new_rank_gets_what_its_peers_got_and_resumed_ranks_call_the_rest_again(
             assert rank.call("allgather", 7, shape=(3,)) == 10 * epoch
             assert rank.call("allreduce", 7) == alone, "nothing more was called"
             assert rank.call("allreduce", 7) == alone
+    for rank in (new, resumed):
+        rank.epochs.begin_epoch()
+        assert rank.call("broadcast", 7) == 10, "the epoch that is continued"
     assert new.made == []
     assert resumed.made == ["reduce", "barrier", "allreduce", "allreduce"] * 3
     for rank in (new, resumed):  # what comes after them is kept for the next process
         again = Rank(rank.capture(), is_new=True)
-        again.epoch(is_left_out=True)
+        again.epoch()
         assert again.call("allreduce", 7) == 1
 
 
@@ -109,13 +114,13 @@ def test_new_rank_gets_what_its_peers_got_and_resumed_ranks_call_the_rest_again(
 def test_call_unlike_the_first_is_made_again(first: list[str], kept: float) -> None:
     """Another collective, after which nothing is repeated; or one of other sizes."""
     resumed = Rank(trained(1).capture())
-    resumed.epoch(is_left_out=True)
+    resumed.epoch()
     for name in first:
         resumed.call(name, 7)
     assert resumed.call("allgather", 7, shape=(4,)) == 7
     assert resumed.made[-1] == "allgather"
     again = Rank(resumed.capture(), is_new=True)
-    again.epoch(is_left_out=True)
+    again.epoch()
     assert again.call("allreduce", 7) == kept
 
 
@@ -129,12 +134,12 @@ def test_ranks_repeat_a_call_only_if_all_know_it(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(epoch_calls, "all_gather_objects", gather)
     resumed = Rank(trained(1).capture())
-    resumed.epoch(is_left_out=True)
+    resumed.epoch()
     assert resumed.call("allreduce", 7) == 7
-    assert asked == [True]
+    assert asked == [False, True], "where the epoch begins, and after it"
     again = Rank(resumed.capture())
     monkeypatch.setattr(epoch_calls, "all_gather_objects", lambda known: [known])
-    again.epoch(is_left_out=True)
+    again.epoch()
     assert again.call("allreduce", 8) == 7, "the newer one"
 
 
@@ -144,9 +149,9 @@ def test_calls_without_peers_are_forgotten() -> None:
     rank.call("allreduce", 5)
     assert not rank.host.replays("allreduce", [torch.zeros(())])  # of a broken group
     new = Rank(rank.capture(), is_new=True)
-    new.epoch(is_left_out=True)
+    new.epoch()
     assert new.call("allreduce", 7) == 1
-    new.epoch(is_left_out=True)
+    new.epoch()
     assert new.call("allreduce", 7) == -1
 
 
@@ -159,7 +164,11 @@ def test_results_are_bounded(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> No
         calls.add(epoch, "allreduce", large)
         calls.add(epoch, "allreduce", [torch.ones(2)])
     assert [epoch in calls for epoch in (1, 2, 3)] == [True, False, False]
-    assert caplog.text.count("have returned more than") == 1
+    calls.drop(1)
+    calls.begin(1)
+    calls.add(1, "allreduce", [torch.zeros(2)])
+    calls.add(1, "allreduce", [torch.ones(2)])
+    assert caplog.text.count("return more than") == 1
     other = EpochCalls()
     other.load(calls.encode())
     kept = other.get(1, 1)

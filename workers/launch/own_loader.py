@@ -100,7 +100,7 @@ class OwnLoaders:
         if reading.epochs < epoch:
             leave_out_epoch(loader, reading.epochs)
             engine.progress.script_lag = epoch - reading.epochs
-            self._session.loop.epochs.end_epoch(is_left_out=True)
+            self._session.loop.epochs.end_epoch()
             return iter(())
         engine.progress.script_lag = None
         if reading.epochs > epoch or not batches:
@@ -115,7 +115,7 @@ class OwnLoaders:
         first = next(rest, _END)
         if first is _END:  # what follows the epoch is due only if nobody has done it
             engine.progress.script_lag = int(self._session.assignment.survivors_stay)
-            self._session.loop.epochs.end_epoch(is_left_out=False)
+            self._session.loop.epochs.end_epoch()
             return iter(())
         reading.source = chain([first], rest)
         return reading
@@ -148,7 +148,7 @@ class OwnLoaders:
     def end_epoch(self) -> None:
         """Called where an iteration has yielded all its batches."""
         if not self._has_given_up:
-            self._session.loop.epochs.end_epoch(is_left_out=False)
+            self._session.loop.epochs.end_epoch()
 
     def begin_batch(self, engine: Engine) -> None:
         """Waits before a batch until all ranks are present, and puts the batches of a lost step in
