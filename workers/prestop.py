@@ -21,11 +21,12 @@ _RPC_TIMEOUT_S = 5.0
 
 
 def request_drain(head: str, seconds: float) -> str:
-    """Asks Ray to drain this node, found by the local address of a connection to the head, which
-    is given as host:port. Returns the node's id.
+    """Asks Ray to drain this node, which is found by the local address of a connection to the
+    head. Returns the node's id.
 
     Args:
-        seconds: until the node stops.
+        head: as host:port.
+        seconds: time until the node stops.
 
     Raises:
         EngineError: the node is not found, or the head rejects the request.
