@@ -29,7 +29,7 @@ ACTOR_THREADS = 2
 """One thread is free for other calls while `describe` waits."""
 
 _AGENT_WAIT_S = 10.0
-"""How long a worker waits at its start for its node's agent, which sees it end from then on."""
+"""Limit of a worker's wait, at its start, for its node's agent, which later detects its end."""
 _SIOCGIFADDR = 0x8915  # of linux/sockios.h
 
 

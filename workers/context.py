@@ -81,7 +81,7 @@ class Context:
         return self._spec.steps
 
     def initialize(self, **kwargs: Any) -> tuple[Any, ...]:
-        """`rayzero.initialize` with the job's config: (engine, optimizer, loader, scheduler)."""
+        """Calls `rayzero.initialize` with the job's config; returns what that returns."""
         return _initialize(**kwargs)
 
     def state(

@@ -1,4 +1,4 @@
-"""How a training function enters, leaves and outlives the generations of its job."""
+"""Lets a training function enter, leave and outlive the generations of its job."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class GenerationSession(HostSession):
             self._ledger = LedgerWriter(spec, self.assignment, channel.interrupt)
 
     def begin(self) -> None:
-        """If the function was called ahead of its generation, waits for that and joins it."""
+        """Waits for the generation and joins it, if the function was called ahead of it."""
         if self.assignment.is_ahead:
             self._enter(self._host.await_begin())
             try:
@@ -143,7 +143,7 @@ class GenerationSession(HostSession):
         self._report_restored()
 
     def _leave_for_good(self) -> NoReturn:
-        """Leaves the generation, with a function that continues in no other one."""
+        """Leaves the generation. The function continues in no other one."""
         self.engines.enable(None)
         self._channel.reforming = False
         self._channel.leave()
@@ -169,7 +169,7 @@ class GenerationSession(HostSession):
             yield source
 
     def _report_restored(self) -> None:
-        """Called when all engines have the state that the generation starts from."""
+        """Reports that all engines have the state that the generation starts from."""
         if (engine := self.engine) is None:
             return
         several = len(self.engines) > 1

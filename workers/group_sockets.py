@@ -8,8 +8,8 @@ Threads of the training function may open sockets while the group forms, which m
 process's sockets do not tell which thread opened them, but a group's ranks tell each other where
 they listen by way of the store: gloo for each rank, NCCL for the root of its bootstrap, both as the
 system's `sockaddr`. A socket is the group's if one of its ends has such an address, or its other
-end is the store's. NCCL's connections among other ranks are not found: they end with the
-processes at their other ends, and a wait there by the limit of a start.
+end is the store's. NCCL's connections among other ranks are not found: such a connection ends with
+the process at its other end, and a wait on it at the time limit of a start.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ log = logging.getLogger("rayzero.workers")
 
 
 class JobEngines:
-    """The engines that train, in the order of their construction. Used by the training thread; what
-    any thread may use says so.
+    """The engines that train, in the order of their construction. Used by the training thread;
+    members that any thread may use say so.
 
     Attributes:
         state: the state of all engines.

@@ -1,4 +1,4 @@
-"""Where a function's engines are in a step of the job. Pure.
+"""The position of a function's engines in a step of the job. Pure.
 
 A step of the job ends when each engine that trains has stepped since the previous step of the job.
 In a GAN whose discriminator steps before the generator, once or five times, that is after the
@@ -40,9 +40,7 @@ class JobStep:
         self.engines: list[str] = []
         self._has_begun = False
         self._loader: object | None = None  # the loader whose read began the step
-        self._stepped: Counter[str] = (
-            Counter()
-        )  # calls of `step()` in this step, with effect or lost
+        self._stepped: Counter[str] = Counter()  # calls of `step()` in this step, lost or not
         self._usual: Counter[str] = Counter()  # calls in the last step that was not lost
         self._is_lost = False
 

@@ -21,7 +21,7 @@ SCRIPT_ENTRYPOINT = "rayzero.workers.launch.script:run_script"
 
 @dataclass(frozen=True)
 class MirrorPolicy:
-    """When a worker copies its state into its node's vault.
+    """The times at which a worker copies its state into its node's vault.
 
     Args:
         replicas: copies of each shard outside its process; 0: only for checkpoints and resizes.

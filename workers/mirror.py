@@ -212,9 +212,7 @@ class Mirror:
         self._last_mirror = None if is_new else True
         if not is_new:
             copier.cost.mirror_finished(stopped_s)
-        self.newest_step = (
-            step  # for the step's report, which is posted once the mirror is complete
-        )
+        self.newest_step = step  # for the step's report, posted once the mirror is complete
         if pin and self._checkpoint_due(step):
             self.checkpointed_step = step
             generation, rank = self._assignment.generation, self._assignment.rank
@@ -244,7 +242,7 @@ class Mirror:
         return step == self._last_step or step // every > self.checkpointed_step // every
 
     def _mirror_due(self, step: int) -> bool:
-        """Returns the same on all ranks, which have agreed on the interval."""
+        """Returns whether to mirror `step`: the same on all ranks, which agreed on the interval."""
         return self._policy.replicas > 0 and step - self.newest_step >= max(
             1, round(self._interval_steps)
         )
@@ -310,7 +308,7 @@ class Mirror:
     @property
     def _max_buffers(self) -> int:
         checkpoints = self._policy.checkpoint_every_steps is not None
-        pinnable = 2 if self._assignment.replica_nodes else checkpoints
+        pinnable = 2 if self._assignment.replica_nodes else int(checkpoints)
         return self._rotating_buffers + pinnable
 
 

@@ -105,7 +105,7 @@ _RAY_PROGRESS = "__ray_tqdm_magic_token__"
 states as JSON, for Ray's driver to draw. Such lines are not passed on."""
 
 LineSink = Callable[[str, str], None]
-"""(stream name, line without its newline)"""
+"""Called with the stream's name, and a line without its newline."""
 
 
 class LineTee(BufferedIOBase):

@@ -54,7 +54,8 @@ class RetainedState:
         Continues without a vault if the node's cannot be reached: death detection and replicas are
         then missing until the controller has started another vault.
         """
-        self._assignment, restore = assignment, assignment.restore
+        self._assignment = assignment
+        restore = assignment.restore
         restored = {slot.generation for slot in restore.slots} if restore is not None else set()
         if self._cut_for is None or restored != {self._cut_for.generation}:
             self.copies = dict  # the buffers of the copies may be reused by now

@@ -166,7 +166,7 @@ class JobSession(GenerationSession):
             self._channel.progress.enter_phase(name)
             return
         self._enter_phase(name)
-        if self._begins_step(name, engine or self.engine):
+        if self._is_training(name, engine or self.engine):
             if self._channel.drained:
                 self.engines.step.begins(None if name == "forward" else OTHER_LOADER, within=False)
                 self._leave_drained()
@@ -196,7 +196,8 @@ class JobSession(GenerationSession):
                 self.reform()
                 return
 
-    def _begins_step(self, phase: str, engine: Engine | None) -> bool:
+    def _is_training(self, phase: str, engine: Engine | None) -> bool:
+        """Returns False for the first phases of an evaluation, where no step begins."""
         if phase not in _FIRST_PHASES or engine is None:
             return True
         return engine.module.training and torch.is_grad_enabled()

@@ -30,10 +30,10 @@ from __future__ import annotations
 
 import logging
 import mmap
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
 from math import ceil, inf
 from queue import SimpleQueue
 from threading import Event as Flag
@@ -274,14 +274,9 @@ class StateCopier:
 
     def _complete(self, job: _Job) -> None:
         """Commits and posts, unless the job is interrupted before its copies are done."""
-        data = memoryview(b"")
-        parts = list[list[slice]]()
-        if job.write is not None:
-            slot = job.write.slot
-            data = slot.data
-            edges = pairwise((0, slot.constant_bytes, slot.weight_bytes, len(data)))
-            parts = [chunk_spans(*edge) for edge in edges][0 if job.write.constants else 1 :]
-        spans = [span for part in parts for span in part]
+        write = job.write
+        parts = [] if write is None else _checksum_parts(write)
+        spans = deque(span for part in parts for span in part)
         checksums: list[Future[int]] = []
         with torch.no_grad():
             for part, target in job.on_host:
@@ -290,20 +285,20 @@ class StateCopier:
         for stop, event in job.groups:
             if not self._is_reached(event, job):
                 return
-            while len(checksums) < len(spans) and spans[len(checksums)].stop <= stop:
-                chunk = data[spans[len(checksums)]]
+            while write is not None and spans and spans[0].stop <= stop:
+                chunk = write.slot.data[spans.popleft()]
                 checksums.append(self._checksums.submit(xxh3_64_intdigest, chunk))
         job.state.confirm()
-        if (write := job.write) is not None:
+        if write is not None:
             with self._device.use_stream(self._stream):  # with no work queued before its reads
                 metadata = write.metadata()
-            digests = iter([future.result() for future in checksums])
-            combined = [combine_checksums([*islice(digests, len(part))]) for part in parts]
-            *constants, weights, rest = combined
+            digests = deque(future.result() for future in checksums)
+            combined = [combine_checksums([digests.popleft() for _ in part]) for part in parts]
             if write.constants:
-                [write.slot.constants_checksum] = constants
-            parts_sums = SlotChecksums(weights, rest)
-            write.slot.commit(write.step, metadata, write.pin, parts_sums, write.keep)
+                write.slot.constants_checksum = combined.pop(0)
+            weights, rest = combined
+            sums = SlotChecksums(weights, rest)
+            write.slot.commit(write.step, metadata, write.pin, sums, write.keep)
             write.on_commit()
         with job.lock:
             job.genuine = True
@@ -316,6 +311,18 @@ class StateCopier:
             if self.interrupt.wait(_POLL_S) or self._closing.is_set():
                 return False
         return not (job.abortable and self.interrupt.is_set())
+
+
+def _checksum_parts(write: SlotWrite) -> list[list[slice]]:
+    """Returns the chunks of each part of the slot that has a checksum: the constants, if they are
+    written, the weights, and the rest."""
+    slot = write.slot
+    parts = [
+        chunk_spans(0, slot.constant_bytes),
+        chunk_spans(slot.constant_bytes, slot.weight_bytes),
+        chunk_spans(slot.weight_bytes, len(slot.data)),
+    ]
+    return parts if write.constants else parts[1:]
 
 
 class CopyCost:

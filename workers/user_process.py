@@ -17,7 +17,7 @@ from rayzero.workers.worker_status import WorkerStatus
 
 
 class UserProcess:
-    """A process that calls a user's function. Its output tees and outbox live as long as itself."""
+    """A process that calls a user's function. Output tees and outbox live as long as that."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec

@@ -103,9 +103,10 @@ class WorkerProcess(UserProcess, WorkerCalls):
             self._train_function = load_train_function(self._spec.entrypoint, self._spec.args)
         with suppress(ConfigError):
             process_group.warm_up_torch(self._select_device())
-        for setting, seen in contradictions(os.environ) if self._spec.gpus else ():
-            text = f"{seen} is set, not {setting.value}: {setting.otherwise}"
-            self._post_log("stderr", text)
+        if self._spec.gpus:
+            for setting, seen in contradictions(os.environ):
+                text = f"{seen} is set, not {setting.value}: {setting.otherwise}"
+                self._post_log("stderr", text)
 
     def assign(self, generation: GenerationSpec, member: RankAssignment) -> None:
         assignment = Assignment(**vars(member), **vars(generation))
@@ -155,9 +156,7 @@ class WorkerProcess(UserProcess, WorkerCalls):
             return
         session = self._session
         if session is not None and session.outlives_generation and not channel.ending:
-            channel.reforming = (
-                True  # before the interrupt, which then does not give up the function
-            )
+            channel.reforming = True  # before the interrupt, so that the function is not given up
         channel.interrupt.set()
         with process_group.group_lock:  # a command may assign the next generation concurrently
             if session is not None and channel.reforming and self._channel is channel:

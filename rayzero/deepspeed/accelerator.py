@@ -94,8 +94,8 @@ class Accelerator:
                 return attrgetter(function)(torch.cuda)
             return on_cpu if callable(on_cpu) else lambda *_, **__: on_cpu
         if name in _VALUES:
-            value = _VALUES[name][not self._cuda]
-            return lambda: value
+            on_cuda, on_cpu = _VALUES[name]
+            return lambda: on_cuda if self._cuda else on_cpu
         if name in _DTYPES:
             return partial(self._make_tensor, _DTYPES[name])
         known = (*dir(type(self)), *_OF_CUDA, *_VALUES, *_DTYPES)
