@@ -48,7 +48,7 @@ def _read_config(engine: Any) -> DeepSpeedConfig:
     return config
 
 
-def _asked(engine: Any) -> Any:
+def _read_progress(engine: Any) -> Any:
     """Returns the engine's progress. `ask_place` records that the script has read it between two
     steps: such a script may skip by itself the samples that were used."""
     step = engine.internals
@@ -82,8 +82,8 @@ def _get_communication_dtype(engine: Any) -> Any:
 
 PROPERTIES: Mapping[str, Callable[[Any], Any]] = {
     # Progress. Finished steps include skipped ones.
-    "global_steps": lambda engine: _asked(engine).step,
-    "global_samples": lambda engine: _asked(engine).sample_cursor,
+    "global_steps": lambda engine: _read_progress(engine).step,
+    "global_samples": lambda engine: _read_progress(engine).sample_cursor,
     "micro_steps": _count_micro_steps,
     "skipped_steps": lambda engine: engine.progress.skipped_steps,
     "losses": lambda engine: engine.metrics.loss,  # the mean over the last step's global batch

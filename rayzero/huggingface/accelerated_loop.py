@@ -102,9 +102,9 @@ class Place:
         first_step, skipped_steps = loop.step - done, skipped // self._step_batches
         batches = begin(loader)
         if done:
-            behind = skipped + done * self._step_batches
+            done_batches = skipped + done * self._step_batches
             engine.progress.reach_place()
-            batches = self._rest(loader, engine, behind, agreed=False)
+            batches = self._rest(loader, engine, done_batches, agreed=False)
         while True:
             for number, batch in enumerate(batches, 1):
                 self._mark_batch(ends_step=number % self._step_batches == 0)
@@ -122,8 +122,8 @@ class Place:
             self._recut()
             if order is not None:
                 loader.synchronized_generator.set_state(order)
-            behind = (skipped_steps + done) * self._step_batches
-            batches = self._rest(loader, engine, behind, agreed=True)
+            done_batches = (skipped_steps + done) * self._step_batches
+            batches = self._rest(loader, engine, done_batches, agreed=True)
 
     def read_through(
         self,
@@ -169,9 +169,11 @@ class Place:
         self._accelerator.gradient_accumulation_steps = self._step_batches
         self._accelerator.step = 0
 
-    def _rest(self, loader: Any, engine: Engine, behind: int, *, agreed: bool) -> Iterator[Any]:
-        """Yields the batches of the epoch after the first `behind`."""
-        yield from read_behind(self._loader, behind, loader.iteration, engine, agreed=agreed)
+    def _rest(
+        self, loader: Any, engine: Engine, done_batches: int, *, agreed: bool
+    ) -> Iterator[Any]:
+        """Yields the batches of the epoch after the first `done_batches`."""
+        yield from read_behind(self._loader, done_batches, loader.iteration, engine, agreed=agreed)
         loader.iteration += 1
 
 

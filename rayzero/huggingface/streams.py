@@ -32,7 +32,7 @@ def check_train_dataset(
         raise ConfigError(
             f"Trainer(train_dataset=...) got a {type(data).__name__}",
             "a map-style dataset, a stream of rayzero.data, or an iterable dataset",
-            f"train_dataset: {way_out(data)}",
+            f"set train_dataset: {way_out(data)}",
         )
     init(trainer, *args, **options)
 
@@ -67,7 +67,7 @@ def check_training_data(session: JobSession, loader: Any, first_ranks: int) -> N
             f"an iterable dataset's shards were divided among {first_ranks} ranks, now among "
             f"{ranks}",
             "dispatch_batches=True, Accelerate's default: rank 0 reads all",
-            f"the training data: {way_out(data)}",
+            f"replace the training data: {way_out(data)}",
         )
 
 
@@ -80,5 +80,5 @@ def check_first_batch(batches: list[Any], trainer: Any) -> None:
             f"the training data, a {type(data).__name__}, has ended before step "
             f"{trainer.state.global_step}, after which the job continues: Trainer cannot "
             "continue in a later epoch of an iterable",
-            fix=f"train_dataset: {way_out(data)}",
+            fix=f"set train_dataset: {way_out(data)}",
         )

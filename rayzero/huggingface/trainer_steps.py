@@ -224,8 +224,8 @@ class TrainerSteps:
     def _source_of(self, step: int) -> Iterator[Any]:
         """Returns an iterator over an epoch's batches from `step` on, cut for the present ranks."""
         epoch, done = divmod(step, self._recorder.steps_per_epoch)
-        behind = done * (self._recorder.parts // dist.get_world_size())
-        return read_behind(self._loader, behind, epoch, self._engine, agreed=True)
+        done_batches = done * (self._recorder.parts // dist.get_world_size())
+        return read_behind(self._loader, done_batches, epoch, self._engine, agreed=True)
 
     def _batches_of(self, turns: int) -> int:
         """Returns this rank's number of batches of a step for which Trainer's loop makes that many
