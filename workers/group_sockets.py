@@ -77,20 +77,23 @@ class SocketTracker:
         if os.readlink(_FD_FOLDER / str(duplicate)) != f"socket:[{inode}]":
             os.close(duplicate)  # the socket was closed meanwhile, and its number reused
             return
-        with socket.socket(fileno=duplicate) as own:
-            if own.family not in _FAMILIES or own.type != socket.SOCK_STREAM:
+        with socket.socket(fileno=duplicate) as found:
+            if found.family not in _FAMILIES or found.type != socket.SOCK_STREAM:
                 return
-            is_own_end = _pack(own.getsockname()) in self._listeners
-            if not own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                if is_own_end or self._is_peer(own):
-                    own.shutdown(socket.SHUT_RDWR)
+            is_own_end = _pack(found.getsockname()) in self._listeners
+            if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                if is_own_end or self._has_peer(found):
+                    found.shutdown(socket.SHUT_RDWR)
                 return
-            for number in range(self._world_size if is_own_end and self.is_recording else 0):
-                with socket.create_connection(own.getsockname()[:2], _SELF_CONNECT_S) as peer:
+            if not (is_own_end and self.is_recording):
+                return
+            for number in range(self._world_size):
+                with socket.create_connection(found.getsockname()[:2], _SELF_CONNECT_S) as peer:
                     peer.sendall(number.to_bytes(8, sys.byteorder))
 
-    def _is_peer(self, own: socket.socket) -> bool:
-        address = _pack(own.getpeername())
+    def _has_peer(self, connection: socket.socket) -> bool:
+        """Returns whether a connection goes to a rank of the group, or to its store."""
+        address = _pack(connection.getpeername())
         return address in self._listeners or address in self._stores
 
 

@@ -36,8 +36,11 @@ class LedgerWriter:
         self._limit_s = spec.patience_s / 2
         self._interrupt = interrupt
         folder = Path(spec.output_dir, "ledger", spec.run)
-        place = assignment.generation, assignment.rank, assignment.world_size
-        self._ledger = self._retry(lambda: SampleLedger(folder, *place))
+        self._ledger = self._retry(
+            lambda: SampleLedger(
+                folder, assignment.generation, assignment.rank, assignment.world_size
+            )
+        )
 
     def add_samples(self, samples: Sequence[int]) -> None:
         """Adds samples that the loader has yielded for the current step."""

@@ -110,13 +110,13 @@ def _form_group(store: Store, device: torch.device, **options: Any) -> dist.Proc
 def warm_up_communicator(device: torch.device) -> None:
     """Creates, uses and aborts a group of this rank alone: NCCL's first communicator loads NCCL's
     kernels. Called before the first generation; `workers.start_timeout_s` limits the time."""
-    own = get_device(device)
+    nccl_device = get_device(device)
     with group_lock:
-        own.make_current()
+        nccl_device.make_current()
         try:
             group = _form_group(HashStore(), device)
             NcclBackend(group).all_reduce(torch.zeros(1, device=device)).wait()
-            own.synchronize()
+            nccl_device.synchronize()
         finally:
             make_elastic_group().abort_groups()
 
@@ -184,17 +184,17 @@ def polled_group_errors(device: torch.device, on_error: Callable[[str], None]) -
     if not get_device(device).asynchronous:
         yield
         return
-    left = Event()
+    exited = Event()
 
     def poll() -> None:
         read = None
-        while not left.wait(POLL_INTERVAL_S):
+        while not exited.wait(POLL_INTERVAL_S):
             try:
                 read = read or _error_reader(device)
                 name = read().name if read is not None else "SUCCESS"
             except RuntimeError:  # the group was not made, or was aborted meanwhile
                 return
-            if name != "SUCCESS" and not left.is_set():
+            if name != "SUCCESS" and not exited.is_set():
                 on_error(f"the process group reports {name}: a peer, or the network, failed")
                 return
 
@@ -203,7 +203,7 @@ def polled_group_errors(device: torch.device, on_error: Callable[[str], None]) -
     try:
         yield
     finally:
-        left.set()
+        exited.set()
 
 
 def _error_reader(device: torch.device) -> Callable[[], Any] | None:

@@ -68,25 +68,25 @@ class JobSession(GenerationSession):
         if not trains:
             alone = self._own_collectives.is_ahead_of_peers
             return BesideSession(self, self._on_evaluating_engine, alone=alone)
-        own = self.engines.choose_name(name)
-        if not own:
+        chosen = self.engines.choose_name(name)
+        if not chosen:
             return self
         if self._own_collectives.has_begun:
             self.engines.enable(None)  # a new rank would build it while others are in their loops
-        return EngineSession(self, own)
+        return EngineSession(self, chosen)
 
     def _on_evaluating_engine(self, engine: Engine) -> None:
         """Called when an engine that only evaluates is ready. It has no state, so a new rank builds
         it alone, from the same weights. If these are sharded, the function does not outlive its
         generation."""
-        own = self._own_collectives
-        if own.has_begun:
+        collectives = self._own_collectives
+        if collectives.has_begun:
             self.engines.enable(None)  # as in `session_for`
         self.engines.add_evaluating(engine)
         if engine.internals.runtime.stage.shards_weights:
-            own.makes_group()
+            collectives.makes_group()
         else:
-            own.check_model(checksum_of_model(engine.module))
+            collectives.check_model(checksum_of_model(engine.module))
 
     @contextmanager
     def resume_from(self) -> Iterator[StateSource | None]:
@@ -124,13 +124,13 @@ class JobSession(GenerationSession):
             self._report_restored()
         if lacks_version := self._mirror.lacks_version:
             self._begin_mirror()
-        own = self._own_collectives
-        if not own.begin_step():
+        collectives = self._own_collectives
+        if not collectives.begin_step():
             return
         is_own_loop = self.replays_epochs and (self.loop.divides_steps or not reads_loader)
         if self.loop.yields_again or not is_own_loop:
             self.engines.enable(self._on_broken)
-            own.outlive(self.registry)
+            collectives.outlive(self.registry)
             is_first = self.assignment.restore is None and not self.loop.yields_again
             if is_first and not lacks_version:
                 self._begin_mirror()

@@ -279,8 +279,8 @@ class StateCopier:
         spans = deque(span for part in parts for span in part)
         checksums: list[Future[int]] = []
         with torch.no_grad():
-            for part, target in job.on_host:
-                target.copy_(part.memory)
+            for state_range, target in job.on_host:
+                target.copy_(state_range.memory)
         job.host_copied.set()
         for stop, event in job.groups:
             if not self._is_reached(event, job):

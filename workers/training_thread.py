@@ -216,10 +216,10 @@ class TrainingThread:
         memory, error = self._release(channel, drained=drained)
         if error is not None:
             raise error
-        left = self._left_message(channel, memory)
+        message = self._left_message(channel, memory)
         self._parked.set()
         channel.left.set()
-        channel.post(replace(left, stays=True, keeps_rank=keeps_rank))
+        channel.post(replace(message, stays=True, keeps_rank=keeps_rank))
         return self._await_next()
 
     def await_begin(self) -> tuple[Assignment, GenerationChannel]:

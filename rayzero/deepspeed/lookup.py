@@ -81,7 +81,7 @@ def refused_attribute(owner: str, kind: str, name: str, known: Iterable[str]) ->
         known: the object's attributes, of which the message suggests the nearest.
     """
     use = REFUSED[kind].get(name)
-    public = [other for other in known if not other.startswith("_")]
+    public = [attribute for attribute in known if not attribute.startswith("_")]
     hint = f"; use {use}" if use else did_you_mean(name, public)
     return RefusedNameError(f"{owner}{hint}")
 
@@ -146,8 +146,8 @@ def resolve(module: str, name: str) -> Any:
     if name in CONSTANTS.get(module, {}):
         return CONSTANTS[module][name]
     if name in _HOMES.get(module, {}):
-        home, other = _HOMES[module][name]
-        return getattr(import_module(home), other)
+        home, name_there = _HOMES[module][name]
+        return getattr(import_module(home), name_there)
     if use := REFUSED.get(module, {}).get(name):
         return stand_in(full, use)
     if name.startswith("__"):

@@ -87,10 +87,10 @@ def _begin(
         return
     if accelerator.rayzero_scripted and plugin.is_auto("gradient_clipping"):
         plugin.deepspeed_config["gradient_clipping"] = 0.0
-    each = own_batches(session, "the batch size and gradient_accumulation_steps")
-    if each is not None:
-        plugin.gradient_accumulation_steps = accelerator.gradient_accumulation_steps = each
-        plugin.deepspeed_config["gradient_accumulation_steps"] = each
+    batches = own_batches(session, "the batch size and gradient_accumulation_steps")
+    if batches is not None:
+        plugin.gradient_accumulation_steps = accelerator.gradient_accumulation_steps = batches
+        plugin.deepspeed_config["gradient_accumulation_steps"] = batches
 
 
 def own_batches(session: JobSession, fix: str) -> int | None:

@@ -157,9 +157,9 @@ def _adapt_batches(
     session: JobSession, post_init: Original, arguments: Any, *args: Any, **options: Any
 ) -> None:
     """Replaces `TrainingArguments.__post_init__`: a step keeps the samples of the first ranks."""
-    each = own_batches(session, "per_device_train_batch_size and gradient_accumulation_steps")
-    if each is not None:
-        arguments.gradient_accumulation_steps = each
+    batches = own_batches(session, "per_device_train_batch_size and gradient_accumulation_steps")
+    if batches is not None:
+        arguments.gradient_accumulation_steps = batches
     post_init(arguments, *args, **options)
 
 
