@@ -200,11 +200,11 @@ class GenerationSession(HostSession):
     def admits_load(self, step: int, engine_step: int, client_keys: Sequence[str]) -> bool:
         """Returns whether a checkpoint of `step` replaces the state of an engine at `engine_step`.
 
-        After its last step a function may load any checkpoint, such as that of the best model, to
-        evaluate or to save it. Before its first step a function that was called again may go back
-        to an older checkpoint whose client state tells where its loop continues. Without a client
-        state the restored state stays. Raises ConfigError for an older checkpoint with a client
-        state where data and schedule, or the other ranks, continue from the restored state."""
+        It does if it is not older. After its last step a function may load any checkpoint, such as
+        that of the best model, to evaluate or to save it. Before its first step a function that was
+        called again may go back to an older checkpoint if that has a client state, which tells
+        where its loop continues; otherwise the restored state stays. Raises ConfigError for such a
+        checkpoint where data and schedule, or other ranks, continue from the restored state."""
         self.loop.asked_step = step
         if self._is_trained:
             self.finish()  # the loaded state replaces the trained one

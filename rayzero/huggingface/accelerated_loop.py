@@ -158,13 +158,13 @@ class Place:
             state._set_sync_gradients(bool(ends_step or at_end))
 
     def _check_stepped(self) -> None:
-        """Called where the script takes a further batch."""
+        """Called where the script takes a further batch: see `ScriptedSteps.check_stepped`."""
         scripted = self._accelerator.deepspeed_engine_wrapped
         if isinstance(scripted, ScriptedSteps | SeveralSteps):
             scripted.check_stepped()
 
     def _recut(self) -> None:
-        """Called where the ranks may have changed."""
+        """Counts and cuts for the present ranks. Called where these may have changed."""
         count_ranks(self._accelerator)
         self._accelerator.gradient_accumulation_steps = self._step_batches
         self._accelerator.step = 0

@@ -130,7 +130,7 @@ def first_ranks(session: JobSession) -> int:
 def _prepare(
     session: JobSession, prepare: Original, accelerator: Any, *args: Any, **options: Any
 ) -> Any:
-    """Replaces `Accelerator.prepare` of one model."""
+    """Replaces `Accelerator.prepare`."""
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None:
         parts = split_models(args, scripted=accelerator.rayzero_scripted)
@@ -181,7 +181,7 @@ def _prepare_each(
     parts: list[list[int]],
     options: dict[str, Any],
 ) -> tuple[Any, ...]:
-    """Replaces `Accelerator.prepare` of several models."""
+    """Prepares several models, one after the other."""
     if options:
         raise ConfigError(
             f"accelerator.prepare of {len(parts)} models with {', '.join(options)}",
