@@ -55,14 +55,11 @@ def initialize(
         config: a DeepSpeed config file's path, or its contents as a dict; by default the config of
             the rayzero job.
         config_params: the old name of `config`.
-        name: see `Engine.build`; DeepSpeed does not have this argument.
+        name: see `Engine.build`, also for the errors raised; DeepSpeed has no such argument.
 
     Returns:
         (engine, optimizer, loader, scheduler); all but the engine may be None. Do not step the
         optimizer or the scheduler: `engine.step()` does.
-
-    Raises:
-        ConfigError: mpu, mesh_param, or two different configs were given; and see `Engine.build`.
     """
     _refuse("mpu", mpu, "leave it out: all ranks are data parallel; stage 3 shards large models")
     _refuse("mesh_param", mesh_param, "leave it out: all ranks are one data parallel group")
