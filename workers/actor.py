@@ -1,4 +1,4 @@
-"""The Ray actor of a worker. Imports no torch: the controller imports it, too."""
+"""The Ray actors of workers. Imports no torch, because the controller imports this file, too."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from rayzero.workers.worker import WorkerProcess
 
 ACTOR_THREADS = 2
-"""One is free while `describe` waits."""
+"""One thread is free for other calls while `describe` waits."""
 
 _AGENT_WAIT_S = 10.0
-"""How long a worker waits at its start for its node's agent, which sees it end from then on."""
-_SIOCGIFADDR = 0x8915  # SIOCGIFADDR
+"""Limit of a worker's wait, at its start, for its node's agent, which later detects its end."""
+_SIOCGIFADDR = 0x8915  # of linux/sockios.h
 
 
 class WorkerActor:
     """One rank's process. Created with `max_concurrency=ACTOR_THREADS`.
 
     Args:
-        orphan_s: as of `OrphanWatch`.
+        orphan_s: as in `OrphanWatch`.
     """
 
     def __init__(self, spec: WorkerSpec, index: int, orphan_s: float) -> None:
@@ -80,19 +80,19 @@ class WorkerActor:
         return self._info
 
     def status(self) -> WorkerStatus | None:
-        """See `WorkerStatus`; None before `describe` has returned."""
+        """Returns the `WorkerStatus`; None until `describe` has returned."""
         group = get_current_placement_group()
         if self._info is None or group is None:
             return None
         return self._process.status(self._info, group.id.hex())
 
     def members(self) -> tuple[WorkerInfo, ...]:
-        """The members of its newest generation, by rank."""
+        """Returns the members of the worker's newest generation, by rank."""
         return self._process.members
 
     def ping(self) -> None:
-        """Answers while the process lives: Ray fails the call, with the cause, when it or its node
-        has ended."""
+        """Returns while the process lives. Ray fails the call, with the cause, when the process or
+        its node has ended."""
 
 
 class RoleActor(WorkerActor):
@@ -105,7 +105,7 @@ class RoleActor(WorkerActor):
 
 
 def interface_for(ip: str) -> str | None:
-    """The name of the network interface with that IPv4 address, if there is one."""
+    """Returns the name of the network interface with that IPv4 address; None if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])

@@ -25,7 +25,7 @@ _PROOF_BYTES = 32
 _CLOSE_S = 5.0
 """Limit for the end of the server's thread, whose callbacks never wait."""
 _CHECK_S = 0.05
-"""How often a wait for a reply looks if it is to end."""
+"""Seconds between two checks whether a wait for a reply is to end."""
 _LENGTH = Struct(">Q")
 
 
@@ -34,10 +34,10 @@ class AuthenticatedServer(ABC):
     construction until `close`.
 
     Args:
-        name: of what it serves, for errors.
-        thread: name of its thread.
-        address: of this node; it listens there only.
-        timeout_s: for a client to prove that it knows the secret.
+        name: name of the service, for errors.
+        thread: name of the server's thread.
+        address: address of this node; the server listens on no other.
+        timeout_s: limit for a client to prove that it knows the secret.
 
     Raises:
         ConfigError: no interface of this node has that address.
@@ -51,10 +51,11 @@ class AuthenticatedServer(ABC):
             raise ConfigError(
                 f"{name} cannot listen on {address}, Ray's address of this node: {error}",
                 allowed="an address of one of the node's interfaces",
-                fix="--node-ip-address of `ray start` on that node",
+                fix="pass another --node-ip-address to `ray start` on that node",
             ) from None
-        # Connections inherit it. asyncio sets it only on sockets that were made with a protocol:
-        # the news of a death waited up to 40 ms until the frame before it was acknowledged.
+        # Accepted connections inherit this option, which asyncio sets only on sockets created with
+        # an explicit protocol. Without it the message of a worker's death waited up to 40 ms for
+        # the acknowledgement of the frame before.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port: int = listener.getsockname()[1]
         self._timeout_s = timeout_s
@@ -67,17 +68,18 @@ class AuthenticatedServer(ABC):
 
     @abstractmethod
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves a client that has been authenticated, until it has left, which may raise OSError
-        or EOFError; on the server's thread."""
+        """Serves an authenticated client until it disconnects; called on the server's thread. May
+        raise OSError or EOFError when the client disconnects."""
 
     def admit(self, secret: bytes) -> None:
-        """Begins to serve clients that know `secret`, also those that connected before."""
+        """Begins to serve clients that know `secret`, including those already connected."""
         self._secret = secret
         self.call_soon(self._admits.set)
 
     def call_soon(self, function: Callable[[], object]) -> None:
-        """Calls it on the server's thread; never, if that has ended. By any thread."""
-        with suppress(RuntimeError):  # its loop has been closed
+        """Calls `function` on the server's thread, or never if that has ended. Any thread may call
+        this."""
+        with suppress(RuntimeError):  # the event loop has been closed
             self._loop.call_soon_threadsafe(function)
 
     def close(self) -> None:
@@ -115,22 +117,24 @@ class AuthenticatedServer(ABC):
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Raises PermissionError if the client does not know the secret."""
-        own = os.urandom(_PROOF_BYTES)
-        writer.write(own)
-        other, proof = [await reader.readexactly(_PROOF_BYTES) for _ in range(2)]
+        nonce = os.urandom(_PROOF_BYTES)
+        writer.write(nonce)
+        client_nonce = await reader.readexactly(_PROOF_BYTES)
+        proof = await reader.readexactly(_PROOF_BYTES)
+        nonces = nonce + client_nonce
         await self._admits.wait()
-        if not hmac.compare_digest(proof, _prove(self._secret, b"client", own + other)):
+        if not hmac.compare_digest(proof, _prove(self._secret, b"client", nonces)):
             raise PermissionError
-        writer.write(_prove(self._secret, b"server", own + other))
+        writer.write(_prove(self._secret, b"server", nonces))
 
 
 class MessageServer(AuthenticatedServer):
-    """A server of requests and their replies. Arguments and errors as of `AuthenticatedServer`."""
+    """Answers requests. Arguments and errors as in `AuthenticatedServer`."""
 
     @abstractmethod
     async def answer(self, request: list[bytes], is_lost: Callable[[], bool]) -> Sequence[bytes]:
-        """The reply to a request; on the server's thread. `is_lost`: whether nobody is there any
-        more to get it."""
+        """Returns the reply to a request; called on the server's thread. `is_lost` returns whether
+        the client has disconnected."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answers a client's requests, one at a time."""
@@ -148,13 +152,14 @@ class MessageServer(AuthenticatedServer):
 async def connect(
     host: str, port: int, secret: bytes
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection to an `AuthenticatedServer`, for what its `serve` reads and writes. Raises
+    """Connects to an `AuthenticatedServer`; returns the streams to talk to its `serve`. Raises
     OSError or EOFError; PermissionError if the server does not know the secret."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
-        other, own = await reader.readexactly(_PROOF_BYTES), os.urandom(_PROOF_BYTES)
-        writer.write(own + _prove(secret, b"client", other + own))
-        expected = _prove(secret, b"server", other + own)
+        server_nonce, nonce = await reader.readexactly(_PROOF_BYTES), os.urandom(_PROOF_BYTES)
+        nonces = server_nonce + nonce
+        writer.write(nonce + _prove(secret, b"client", nonces))
+        expected = _prove(secret, b"server", nonces)
         if not hmac.compare_digest(await reader.readexactly(_PROOF_BYTES), expected):
             raise PermissionError("the server does not know the secret")
         return reader, writer
@@ -164,12 +169,12 @@ async def connect(
 
 
 class MessageConnection:
-    """A client's connection; one request at a time, by any thread. Every method may raise OSError
-    or EOFError, after which the connection is of no use.
+    """A client's connection to a `MessageServer`. Any thread may use it; requests run one by one.
+    Every method may raise OSError or EOFError, after which the connection is unusable.
 
     Args:
-        timeout_s: for an answer, in addition to the time that a request says it may take.
-        on_connect: called with the connection, which another thread may shut down.
+        timeout_s: limit for a reply, in addition to the `limit_s` of its request.
+        on_connect: called with the socket, which another thread may shut down.
     """
 
     def __init__(
@@ -181,7 +186,7 @@ class MessageConnection:
         on_connect: Callable[[socket.socket], None] = lambda connection: None,
     ) -> None:
         self._timeout_s = timeout_s
-        self._lock = Lock()  # of a request and its answer
+        self._lock = Lock()  # held for a request and its reply
         self._connection = socket.create_connection((host, port), timeout_s)
         try:
             on_connect(self._connection)
@@ -197,8 +202,8 @@ class MessageConnection:
         limit_s: float = 0.0,
         check: Callable[[], None] | None = None,
     ) -> list[bytes]:
-        """The reply, which may take `limit_s` to make. `check` is called while waiting for it, and
-        raises where the wait is to end."""
+        """Sends a request; returns the reply, which the server may take `limit_s` to make. `check`
+        is called again and again during the wait, and raises to end it."""
         with self._lock:
             self._connection.settimeout(limit_s + self._timeout_s)
             self._connection.sendall(_pack(fields))
@@ -208,7 +213,7 @@ class MessageConnection:
             return _unpack(self._receive(size))
 
     def close(self) -> None:
-        """Ends a request in flight on another thread, too. Idempotent."""
+        """Closes the connection, which ends a request in flight on another thread. Idempotent."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
@@ -222,9 +227,10 @@ class MessageConnection:
                 raise TimeoutError("no answer")
 
     def _authenticate(self, secret: bytes) -> None:
-        other, own = self._receive(_PROOF_BYTES), os.urandom(_PROOF_BYTES)
-        self._connection.sendall(own + _prove(secret, b"client", other + own))
-        expected = _prove(secret, b"server", other + own)
+        server_nonce, nonce = self._receive(_PROOF_BYTES), os.urandom(_PROOF_BYTES)
+        nonces = server_nonce + nonce
+        self._connection.sendall(nonce + _prove(secret, b"client", nonces))
+        expected = _prove(secret, b"server", nonces)
         if not hmac.compare_digest(self._receive(_PROOF_BYTES), expected):
             raise PermissionError("the server does not know this generation's secret")
 

@@ -15,7 +15,7 @@ _OVERHEAD_BYTES = 64
 
 
 class BoundedQueue(Generic[T]):
-    """Keeps the newest items that fit, but at least one; not thread-safe. `end` is the number of
+    """Keeps the newest items that fit, but at least one. Not thread-safe. `end` is the number of
     items ever appended."""
 
     def __init__(self, max_bytes: int = MAX_BYTES, max_items: int = MAX_ITEMS) -> None:
@@ -51,7 +51,7 @@ class BoundedQueue(Generic[T]):
         return item
 
     def take_dropped(self) -> tuple[int, int]:
-        """The number and the bytes of the items that did not fit since the last call."""
+        """Returns the number and the bytes of the items dropped since the last call."""
         dropped = self._dropped, self._dropped_bytes
         self._dropped = self._dropped_bytes = 0
         return dropped
@@ -61,8 +61,8 @@ class BoundedQueue(Generic[T]):
         self._nbytes = 0
 
     def since(self, index: int, max_bytes: float = float("inf")) -> Iterator[T]:
-        """The items from number `index` on, as far as they are kept: at least one, and no more than
-        fit into `max_bytes`."""
+        """Yields the kept items from number `index` on, as many as fit into `max_bytes`. The first
+        of them is yielded in any case."""
         skipped = max(0, index - self.end + len(self._items))
         for count, (item, nbytes) in enumerate(islice(self._items, skipped, None)):
             max_bytes -= nbytes
@@ -72,8 +72,8 @@ class BoundedQueue(Generic[T]):
 
 
 def approximate_bytes(value: Any, depth: int = 3) -> int:
-    """The memory of a text, a container or a record; what is nested deeper than `depth` counts with
-    a constant."""
+    """Estimates the memory of a text, a container or a record. Values that are nested deeper than
+    `depth` count with a constant."""
     if isinstance(value, str):
         return _OVERHEAD_BYTES + len(value)
     fields = value if isinstance(value, Mapping) else getattr(value, "__dict__", value)

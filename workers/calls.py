@@ -29,28 +29,29 @@ class WorkerCalls(Protocol):
         follows."""
 
     def end(self, generation: int) -> None:
-        """The job is stopped: SystemExit is raised in the training function where it leaves the
-        generation, so that its `finally` blocks run."""
+        """Called when the job is stopped. SystemExit is raised in the training function where it
+        leaves the generation, so that its `finally` blocks run."""
 
     def drain(self, generation: int) -> None:
         """Leaves the generation after a step that all ranks agree on and have mirrored; `Stopped`
-        follows. A function that can waits for the next generation; another one is given up."""
+        follows. A training function that outlives its generation waits for the next one; any
+        other is abandoned, and its process is replaced."""
 
     def divide(self, generation: int, shares: Sequence[float]) -> None:
         """Divides the samples of later steps by these shares of the ranks, from a step on that all
         ranks agree on; `Divided` follows, from rank 0. Does nothing if the training function has
-        read what it trains on later, or its samples are not read by a loader of the engine's."""
+        read later samples already, or reads them by a loader that is not the engine's."""
 
     def fence(self, generation: int) -> None:
-        """Leaves the generation at once, also out of a wait for peers, which is aborted; `Stopped`
-        follows, as for `drain`."""
+        """Leaves the generation at once. A wait for peers is aborted. `Stopped` follows, as for
+        `drain`."""
 
     def inject(self, faults: Sequence[FaultSpec]) -> None:
         """Replaces the list of all faults injected since the job started."""
 
     def salvage(self, vault: str, step: int) -> SlotInfo:
-        """Copies the state of a step in memory, of a worker that has left its generation, into that
-        vault.
+        """Copies the state of that step from the memory of this worker, which has left its
+        generation, into the vault with that address.
 
         Raises:
             EngineError: the training function is still running, or there is no such state.
@@ -58,4 +59,4 @@ class WorkerCalls(Protocol):
         """
 
     def dump_stack(self) -> Stacks:
-        """Returns what the threads of the process do."""
+        """Returns the stacks of the process's threads."""

@@ -21,14 +21,14 @@ from rayzero.workers.rollouts.buffer_client import RolloutLog
 if TYPE_CHECKING:
     from rayzero.workers.session import JobSession
 
-# In rayzero.deepspeed, which is above this layer. Loaded with this module, so that no generation
-# waits for it.
+# Imported by name, since rayzero.deepspeed is above this layer; and here, so that no generation
+# waits for the import.
 _initialize: Callable[..., tuple[Any, ...]] = import_module("rayzero").initialize
 
 
 class Context:
-    """`ctx`, the training function's argument: one rank's view of the job, as it is now: a function
-    that stays in its loop has another rank while there are too few workers for its own.
+    """`ctx`, the training function's argument: one rank's present view of the job. The rank of a
+    function that stays in its loop changes when the job has too few workers for the former rank.
 
     Used by the training thread only.
     """
@@ -62,12 +62,12 @@ class Context:
 
     @property
     def generation(self) -> int:
-        """The number of the current membership, and process group, of the job, from 1."""
+        """The number of the job's current membership and process group, from 1."""
         return self._session.assignment.generation
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the job.
+        """The number of optimizer steps of the job.
 
         Raises:
             ConfigError: the job file does not set `steps`.
@@ -76,12 +76,12 @@ class Context:
             raise ConfigError(
                 "the training function reads ctx.steps, but the job does not set `steps`",
                 allowed="a number of optimizer steps",
-                fix="`steps:` in the job file",
+                fix="set `steps:` in the job file",
             )
         return self._spec.steps
 
     def initialize(self, **kwargs: Any) -> tuple[Any, ...]:
-        """`rayzero.initialize` with the job's config: (engine, optimizer, loader, scheduler)."""
+        """Calls `rayzero.initialize` with the job's config; returns what that returns."""
         return _initialize(**kwargs)
 
     def state(
@@ -90,10 +90,10 @@ class Context:
         get: Callable[[], Any],
         set: Callable[[Any], object],  # noqa: A002
     ) -> None:
-        """Stores a value of the function's own with the training state, and gives it back to a new
-        worker: EMA weights, a counter. Before or after `initialize`, and before the first step. See
-        `TrainingState.register`, and docs/jobs.md. A function that stays in its loop keeps its own,
-        unless the job goes back to an older step.
+        """Stores a value of the training function, such as EMA weights or a counter, with the
+        training state, and sets it on a new worker. A function that stays in its loop keeps its
+        value, unless the job goes back to an older step. Call this before the first step, before
+        or after `initialize`. See `TrainingState.register`, and docs/jobs.md.
 
         Raises:
             EngineError: the name is registered already, or an argument has another type.
@@ -106,24 +106,25 @@ class Context:
         engine: Any,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> StepLoader:
-        """A loader of what the job's roles make of these prompts: each step has `train_batch_size`
-        samples, `rollouts.group` of each prompt, and each prompt is trained on exactly once an
-        epoch, whatever is lost meanwhile. Before the first step.
+        """Returns a loader of the samples that the job's roles make of these prompts. Each step has
+        `train_batch_size` samples, `rollouts.group` of each prompt. Each prompt is trained on
+        exactly once an epoch, even when workers or rollouts are lost. Call this before the first
+        step.
 
         Args:
             prompts: a map-style dataset of values that can be pickled, the same on every rank.
-            engine: one that trains; the position in the data is part of its state.
-            collate_fn: makes a batch of a list of samples; default: as torch's DataLoader.
+            engine: an engine that trains; its state includes the position in the data.
+            collate_fn: makes a batch of a list of samples; default: as in torch's DataLoader.
 
         Raises:
-            ConfigError: the job has no rollouts, or the dataset is not one.
+            ConfigError: the job has no rollouts, or `prompts` is not a map-style dataset.
         """
         group = self._session.assignment.rollout_group
         if not group:
             raise ConfigError(
                 "ctx.rollouts() in a job without rollouts",
-                allowed="a job with roles that make them",
-                fix="`rollouts: {group: ...}` and `roles:` in the job file",
+                allowed="a job with roles that make rollouts",
+                fix="set `rollouts: {group: ...}` and `roles:` in the job file",
             )
         log = RolloutLog(
             prompts,

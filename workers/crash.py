@@ -30,7 +30,7 @@ _PACKAGE_FOLDER = Path(__file__).resolve().parent
 
 
 def describe_crash(error: BaseException, generation: int, rank: int, step: int) -> Crashed:
-    """The message for an exception; its traceback starts at the user's first frame."""
+    """Returns the message for an exception, with a traceback from the user's first frame on."""
     try:
         return _describe_crash(error, generation, rank, step)
     except Exception as failure:  # noqa: BLE001  # a user's exception can fail in any way
@@ -48,17 +48,17 @@ def _describe_crash(error: BaseException, generation: int, rank: int, step: int)
 
 
 def user_traceback(error: BaseException) -> str:
-    """The formatted traceback of `error`, starting at the user's first frame and without frames of
-    rayzero, unless its code raised what is not meant for users. It ends with the user's line if
-    the error is rayzero's, whose text is reported already."""
+    """Returns the formatted traceback of `error` from the user's first frame on, without frames of
+    rayzero. These stay if rayzero's code raised another error than a `RayzeroError`. The traceback
+    of a `RayzeroError` ends with the user's line, because its text is reported already."""
     shown = traceback.TracebackException(
         type(error), error, _skip_framework_frames(error.__traceback__)
     )
     part: traceback.TracebackException | None = shown
-    for one in _chain(error):
+    for exception in _chain(error):
         if part is None:
             break
-        _leave_out_own_frames(part, one)
+        _leave_out_own_frames(part, exception)
         part = part.__cause__ or part.__context__
     lines = list(shown.format())
     if isinstance(error, RayzeroError):
@@ -82,7 +82,7 @@ def _crash_kind(error: BaseException) -> CrashKind:
         return "config"
     if isinstance(error, DataError):
         return "data"
-    # Failed devices and collectives count as such, even if user code wrapped the exception.
+    # The causes are searched too, since user code may have wrapped the exception.
     if has_device_failed(error):
         return "device"
     if any(isinstance(e, CollectiveError) or is_collective_failure(e) for e in _chain(error)):
@@ -91,14 +91,14 @@ def _crash_kind(error: BaseException) -> CrashKind:
 
 
 def has_device_failed(error: BaseException) -> bool:
-    """Whether an exception, or what caused it, says that the device cannot be used any more."""
+    """Returns whether the exception, or one of its causes, says that the device is unusable."""
     with suppress(Exception):  # a user's exception can fail in any way
         return any(isinstance(e, DeviceError) or is_device_failure(e) for e in _chain(error))
     return False
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """The exception, its cause or context, theirs..."""
+    """Returns the exception, its cause or context, the cause or context of that, and so on."""
     chain = [error]
     while (before := chain[-1].__cause__ or chain[-1].__context__) and before not in chain:
         chain.append(before)
@@ -106,7 +106,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def summarize(error: BaseException) -> str:
-    """The exception's type and text, and what it means where torch cannot know."""
+    """Returns the exception's type and text, and an explanation where torch's text lacks it."""
     if isinstance(error, SystemExit):
         return f"the training function called sys.exit({error.code!r})"
     text = "".join(traceback.format_exception_only(error)).strip()

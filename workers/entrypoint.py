@@ -1,4 +1,4 @@
-"""Loads, and calls, the training function that the job file names as `entrypoint`."""
+"""Loads and calls the training function that the job file names as `entrypoint`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rayzero.workers.messages import SCRIPT_ENTRYPOINT
 
 TrainFunction: TypeAlias = Callable[[Any], Any]
 
-_FIX_HINT = "`entrypoint:` in the job file"
+_FIX_HINT = "correct `entrypoint:` in the job file"
 
 
 class EntryPointError(ConfigError):
@@ -29,7 +29,8 @@ def load_train_function(
     """Resolves an entry point and checks that it can be called with ctx as its only argument.
 
     Args:
-        args: the job's; given while no peer waits. What a launched script imports is then imported.
+        args: the job's `args`, passed only while no peer waits. The modules that a launched script
+            imports are then imported ahead.
 
     Raises:
         EntryPointError: as for `resolve_entrypoint`; or it takes other arguments.
@@ -42,8 +43,9 @@ def load_train_function(
 
 
 def call_function(function: TrainFunction, context: Any) -> Any:
-    """Calls the training function. A process that it forks ends where the function ends, as that
-    of a script would: the generation, its sockets and its shared memory are this process's."""
+    """Calls the training function. A process that the function forks exits where the function ends,
+    as a script's would: the generation, its sockets and its shared memory belong to this process.
+    """
     process, failed = os.getpid(), True
     try:
         result = function(context)
@@ -59,7 +61,7 @@ def call_function(function: TrainFunction, context: Any) -> Any:
 
 
 def check_function(function: Any) -> None:
-    """Raises EntryPointError if it is not a function that trains when it is called with ctx."""
+    """Raises EntryPointError unless `function` is a plain function that can be called with ctx."""
     if not callable(function):
         raise not_callable_error("the entry point", type(function).__name__)
     name = getattr(function, "__qualname__", type(function).__qualname__)
@@ -123,8 +125,8 @@ def _import_module(entrypoint: str, module_name: str) -> Any:
     except SystemExit as error:
         raise _exit_error(f"entrypoint {entrypoint!r} cannot be imported", error) from error
     except Exception as error:
-        # Only the module itself or a parent package; another missing module is an import inside the
-        # user's code, and its traceback shows where.
+        # Only the entry point's module or a parent package: any other missing module is imported by
+        # the user's code, and the traceback shows where.
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module_name}.".startswith(f"{missing}."):
             raise missing_module_error(entrypoint, missing, os.getcwd()) from None
@@ -137,8 +139,8 @@ def _import_module(entrypoint: str, module_name: str) -> Any:
 def _exit_error(problem: str, error: SystemExit) -> EntryPointError:
     return EntryPointError(
         f"{problem}: it calls sys.exit({error.code!r})",
-        allowed="a module that reads no command line when it is imported, as argparse's "
-        "parse_args does: the job's `args` are ctx.args",
+        allowed="a module that does not parse the command line when it is imported, as argparse's "
+        "parse_args does; the job's `args` are in ctx.args",
         fix="write in the module `if __name__ == '__main__':` before what only its command needs; "
         "or run it as a script, by `rayzero launch`",
     )
@@ -185,7 +187,7 @@ def missing_name_error(
 def _unpickle(entrypoint: bytes) -> Any:
     try:
         return pickle.loads(entrypoint)
-    except SystemExit as error:  # of a module that it refers to
+    except SystemExit as error:  # raised by a module that the pickle imports
         raise _exit_error("the entry point cannot be unpickled on the worker", error) from error
     except Exception as error:
         raise EntryPointError(

@@ -1,15 +1,16 @@
-"""Starts Ray's workers from a process that has imported what they need, so that each starts in a
-fraction of the time.
+"""A server that forks Ray's workers from a process that has imported their modules, so that each
+worker starts in a fraction of the time.
 
-The server imports modules that it is told of, starts no threads of its own, runs no code of the
-user, and forks for each request. Ray starts this file where it would start its own script that
-prepares a worker's environment (`setup_worker_path`): the client, which imports nothing slow, hands
-over what Ray gave it: arguments, environment, folder, limits, standard files. The forked process
-continues as Ray's worker. A worker with another interpreter, a command before it, or variables that
-are read when the server's modules are imported is started by Ray's script.
+The server imports the modules that its caller names, starts no threads of its own, runs no user
+code, and forks once for each request. The client is this file, run as a script, in place of the
+script with which Ray prepares a worker's environment (`setup_worker_path`). The client imports
+nothing slow, and sends what Ray gave it: arguments, environment, working directory, limits,
+standard files. The forked process continues as Ray's worker. Ray's own script still starts a worker
+that has another interpreter, a command before it, or variables that are read when the server's
+modules are imported.
 
-For a cluster on one machine that ends with the process that started it: the server ends when its
-standard input is closed, by that process or by its death.
+Used for a cluster on one machine that ends with the process that started it: the server ends when
+its standard input is closed, by that process or by its death.
 """
 
 from __future__ import annotations
@@ -30,25 +31,26 @@ from importlib import import_module
 from typing import Any
 
 ADDRESS_VARIABLE = "RAYZERO_FORK_SERVER"
-"""The server's socket, for the processes of a cluster that has one: a name in Linux's abstract
-namespace, without its leading NUL."""
-REQUEST_TIMEOUT_S = 5.0  # for a client to send a request, or the server to fork
+"""Environment variable with the address of the server's socket, in the processes of a cluster that
+has a server: a name in Linux's abstract namespace, without its leading NUL."""
+REQUEST_TIMEOUT_S = 5.0  # for a client to send its request
 _HEADER = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 SETUP_SCRIPT = os.path.abspath(__file__)
-"""What Ray is to start, in a cluster whose processes have `ADDRESS_VARIABLE`."""
+"""The script that Ray starts in a cluster whose processes have `ADDRESS_VARIABLE`."""
 _CONTEXT = "--serialized-runtime-env-context="
 _LANGUAGE = "--language="
 
 
 def serve(listening_file: int, modules: Sequence[str]) -> None:
-    """Serves until the standard input is closed. In a forked process it returns, too: as a Ray
-    worker that has ended.
+    """Serves until the standard input is closed. In a forked process, returns when the Ray worker
+    that the process has become has ended.
 
     Args:
-        modules: what workers import. Not Ray, which reads a worker's environment on import.
+        modules: modules to import for workers. Not Ray, which reads a worker's environment on
+            import.
     """
     gc.disable()
     listener = socket.socket(fileno=listening_file)
@@ -73,8 +75,9 @@ def serve(listening_file: int, modules: Sequence[str]) -> None:
                     break
                 connection.sendall(b"\0")
             finally:
-                for file in () if is_child else files:
-                    os.close(file)
+                if not is_child:
+                    for file in files:
+                        os.close(file)
     listener.close()
     np.random.seed()  # otherwise every worker would draw the same numbers
     _continue_as(request, files)
@@ -87,7 +90,7 @@ def _continue_as(request: dict[str, Any], files: list[int]) -> None:
         os.close(file)
     os.setpgid(0, 0)  # as Ray starts its workers
     resource.setrlimit(resource.RLIMIT_NOFILE, request["nofile"])
-    with suppress(OSError):  # lower than the server's: only the administrator may
+    with suppress(OSError):  # only root may set a lower nice value than the server's
         os.setpriority(os.PRIO_PROCESS, 0, request["priority"])
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file_:
         file_.write(request["oom_score_adj"])
@@ -103,8 +106,8 @@ def _continue_as(request: dict[str, Any], files: list[int]) -> None:
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """A request with its three files. Raises OSError if there is none in time, ValueError if it is
-    of another user: an abstract socket has no permissions."""
+    """Receives a request with its three files. Raises OSError or ValueError if none is complete in
+    time, ValueError if another user sent it: an abstract socket has no permissions."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     if _CREDENTIALS.unpack(raw)[1] != os.geteuid():
         raise ValueError("another user")
@@ -124,7 +127,7 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _request_fork(address: str, arguments: list[str]) -> None:
-    """Raises OSError if the server does not fork."""
+    """Asks the server to fork a worker with these arguments. Raises OSError if it does not fork."""
     with open("/proc/self/oom_score_adj") as file:
         oom_score_adj = file.read()
     request = {
@@ -138,7 +141,7 @@ def _request_fork(address: str, arguments: list[str]) -> None:
     }
     content = json.dumps(request).encode()
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect("\0" + address)  # the server may still be importing: no limit
+        connection.connect("\0" + address)  # no time limit: the server may still be importing
         socket.send_fds(connection, [_HEADER.pack(len(content))], [0, 1, 2])
         connection.sendall(content)
         if not connection.recv(1):
@@ -146,11 +149,11 @@ def _request_fork(address: str, arguments: list[str]) -> None:
 
 
 def _forked_arguments(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a worker that can be forked, whose variables this process has from now on.
-    Raises ValueError if it cannot."""
+    """Returns the arguments of a worker to fork, and sets its variables in this process's
+    environment. Raises ValueError if the worker cannot be forked."""
     words = [word for word in arguments if not word.startswith((_CONTEXT, _LANGUAGE))]
     if not words[0].endswith(".py"):
-        raise ValueError("this is none of Ray's workers, or has options for Python")
+        raise ValueError("this is not one of Ray's workers, or has options for Python")
     for word in arguments:
         if word.startswith(_CONTEXT):
             context = json.loads(word.removeprefix(_CONTEXT))
@@ -166,7 +169,7 @@ def _forked_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def main(arguments: list[str]) -> None:
-    """What Ray starts, with a worker's script and its arguments."""
+    """Runs as the program that Ray starts, with the worker's script and its arguments."""
     address = os.environ.get(ADDRESS_VARIABLE, "")
     try:
         _request_fork(address, _forked_arguments(arguments))

@@ -1,11 +1,12 @@
 """The collectives that a training function calls itself, in a job whose ranks change.
 
 The members of a generation meet where a training step begins. A survivor comes there from within
-its loop, a new member from the function's start. So a new member calls what the function does
-before its first step when its peers do not: it gets what the same call returned when the function
-ran for the first time, which is part of the training state. The same holds for what a launched
-script calls between its epochs (`epoch_calls`). What a new member calls in addition completes on
-it alone; and so does what a survivor calls after its group broke.
+its loop, a new member from the function's start. A new member therefore calls the function's
+collectives before the first step without its peers. Each returns what the same call returned when
+the function ran for the first time; those results are part of the training state. The same holds
+for the collectives that a launched script calls between its epochs (`epoch_calls`). Collectives
+that the new member calls in addition complete on this rank alone. So do the collectives that a
+survivor calls after its group broke.
 """
 
 from __future__ import annotations
@@ -29,28 +30,28 @@ from rayzero.workers.process_group import is_collective_failure
 _STATE = "rayzero.collectives"
 _NOT_JOINED = "this rank had not begun its first step, where the others wait for it"
 _OF_ONE_RANK = ("gather", "scatter", "reduce", "reduce_scatter", "alltoall", "all_to_all", "recv")
-"""Beginnings of the names of collectives whose results differ from rank to rank."""
+"""Prefixes of the names of collectives whose results differ from rank to rank."""
 
 
 def read_calls(source: StateSource, rank: int) -> dict[str, Any] | None:
-    """Reads the collectives that a function called before its first step, with their results; None
-    if the function has not outlived its generations."""
+    """Reads from a state the collectives that the function called before its first step, with their
+    results; None if the function could not outlive its generation."""
     calls: dict[str, Any] | None = read_value(source, rank, _STATE)
     return calls
 
 
 class FunctionCollectives(CallHost):
-    """The host of one call of a training function. Used by any of the function's threads.
+    """The `CallHost` of one call of a training function. Used by any of the function's threads.
 
     Args:
-        rank: this rank, when the function is called.
-        is_generation_ended: whether the present generation has ended.
-        read_calls: of a new member, whose peers stay in their loops: `read_calls` of the state that
-            it starts from, for which it may wait.
+        rank: this rank at the time of the call.
+        is_generation_ended: returns whether the present generation has ended.
+        read_calls: passed on a new member whose peers stay in their loops. Waits for the state that
+            the member starts from, and returns `read_calls` of it.
 
     Attributes:
-        survival: of the engines, if they outlive their generations.
-        has_begun: whether the first step has.
+        survival: the engines, if they outlive their generations; otherwise None.
+        has_begun: whether the function's first step has begun.
     """
 
     def __init__(
@@ -61,8 +62,8 @@ class FunctionCollectives(CallHost):
     ) -> None:
         self.survival: JobEngines | None = None
         self.has_begun = False
-        self._engines: JobEngines | None = None  # until the first step
-        self._engine_called = 0  # collectives, until each was ready
+        self._engines: JobEngines | None = None  # built before the first step
+        self._engine_called = 0  # collectives that the engines had called when they became ready
         self._is_generation_ended = is_generation_ended
         self._rank = rank
         self._calls: dict[str, Any] = {"rank": rank, "results": []}
@@ -92,7 +93,7 @@ class FunctionCollectives(CallHost):
         return ScriptPhase.RESUMING if is_resuming else ScriptPhase.TRAINING
 
     def engine_is_ready(self, engines: JobEngines, survival: GroupSurvival) -> None:
-        """The function has built an engine, before its first step."""
+        """Called when the function has built an engine; does nothing after its first step began."""
         if self.has_begun:
             return
         self._engines = engines
@@ -100,10 +101,10 @@ class FunctionCollectives(CallHost):
         self._engine_called += survival.collectives_called
 
     def begin_step(self) -> bool:
-        """Called where a training step begins. In the first one, from which on all ranks make the
-        same calls, returns whether the engines may outlive their group: not if one has gathered
-        weights before, or the function has made groups, for which a new member would find no
-        peers."""
+        """Called where a training step begins. Returns False after the first step. In the first
+        step, from which on all ranks make the same calls, returns whether the engines may outlive
+        their group. They may not if an engine has gathered weights before, or the function has
+        created groups: a new member would find no peers for that."""
         self._epochs.begin_step()
         if self.has_begun or self._engines is None:
             return False
@@ -113,12 +114,13 @@ class FunctionCollectives(CallHost):
 
     @property
     def is_ahead_of_peers(self) -> bool:
-        """Whether the function of a new member has not come to where the others are."""
+        """Whether this is a new member, whose function has not yet begun the step where its peers
+        wait."""
         return not self._is_member
 
     def check_model(self, checksum: int) -> None:
         """Keeps the checksum of a model that only evaluates. Raises ConfigError on a new member
-        that has built another one than its peers."""
+        whose model differs from that of its peers."""
         if self._is_member:
             self._calls.setdefault("models", []).append(checksum)
             return
@@ -134,8 +136,8 @@ class FunctionCollectives(CallHost):
             )
 
     def outlive(self, registry: StateRegistry) -> None:
-        """The function outlives its generations. The results of its calls are kept for later new
-        members, with the training state."""
+        """Called when the function outlives its generations from now on. Keeps the results of its
+        calls with the training state, for later new members."""
         self.survival = self._engines
         registry.register(_STATE, lambda: self._calls, lambda _: None)
 
@@ -157,15 +159,16 @@ class FunctionCollectives(CallHost):
         if self._epochs.is_open:
             return self._epochs.replays(name, outputs) or not (self._is_member or outputs)
         if self._is_member or not outputs:
-            return not self._is_member  # a barrier: the others are past it
+            return not self._is_member  # of a new member's barrier: its peers have passed it
         self._read_first_calls()
         results = self._calls["results"]
         if self._replayed >= len(results):
             return False
         recorded, tensors = results[self._replayed]
-        is_same = recorded == name and [it.shape for it in tensors] == [it.shape for it in outputs]
+        shapes = [tensor.shape for tensor in tensors]
+        is_same = recorded == name and shapes == [output.shape for output in outputs]
         if not is_same or (name.startswith(_OF_ONE_RANK) and self._calls["rank"] != self._rank):
-            self._replayed = len(results)  # it does something else than when it ran first
+            self._replayed = len(results)  # the function takes another course than in its first run
             return False
         self._replayed += 1
         for output, tensor in zip(outputs, tensors, strict=True):
@@ -183,7 +186,7 @@ class FunctionCollectives(CallHost):
             return
         if not outputs:
             return
-        tensors = [get_device(it.device).to_host(it.detach()).clone() for it in outputs]
+        tensors = [get_device(output.device).to_host(output.detach()).clone() for output in outputs]
         self._calls["results"].append((name, tensors))
 
     def makes_group(self) -> None:
@@ -204,8 +207,8 @@ _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 
 def checksum_of_model(model: nn.Module) -> int:
-    """A number that differs where a weight or a buffer does. One small copy from the device for
-    each tensor."""
+    """Returns a number that differs if a weight or a buffer does. Makes one small copy from the
+    device for each tensor."""
     total = 0
     for tensor in (*model.parameters(), *model.buffers()):
         flat = tensor.detach().reshape(-1).view(torch.uint8)

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_RESULT_BYTES = 2**20
-"""The summary, the log and the process that follows copy it."""
+"""Limit of a result as JSON: the summary, the log and the client each copy the result."""
 
 
 def encode_result(result: Any) -> dict[str, Any]:
-    """Returns a result as JSON holds it. Raises TypeError or ValueError if it is no JSON object, or
-    large."""
+    """Returns a result with the types that JSON has. Raises TypeError or ValueError if the result
+    is not a JSON object, or larger than `MAX_RESULT_BYTES`."""
     if not isinstance(result, Mapping):
         raise TypeError(f"it is a {type(result).__name__}, not a dict")
     text = json.dumps(dict(result), default=_to_json_scalar)

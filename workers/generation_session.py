@@ -1,4 +1,4 @@
-"""A function's place in the generations of its job: how it enters, leaves and outlives them."""
+"""Lets a training function enter, leave and outlive the generations of its job."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ if TYPE_CHECKING:
 class GenerationSession(HostSession):
     """The part of `JobSession` that knows generations. Used by the training thread only.
 
-    A function whose engines are ready outlives its generation: where that ends, it waits in
-    `reform` for the next one, and they are re-cut. Not a script whose loader yields nothing again.
+    A function whose engines are ready outlives its generation: when the generation ends, the
+    function waits in `reform` for the next one, and its engines are re-cut. A script outlives its
+    generation only if its loader yields the batches of a lost step again.
 
     Attributes:
-        membership: of the current generation.
-        engine: the first one that trains; None until `initialize` has built it.
-        engines: all that train.
-        loop: of a launched script.
+        membership: this rank's part in the current generation.
+        engine: the first engine that trains; None until `initialize` has built it.
+        engines: all engines that train.
+        loop: the loop of a launched script.
         reporter: collects the metrics of the engines and of the user.
-        registry: what the function has registered by `ctx.state`; the engine's, once there is one.
+        registry: the values registered by `ctx.state`; the first engine adopts it.
     """
 
     def __init__(
@@ -62,11 +63,11 @@ class GenerationSession(HostSession):
         self._spec = spec
         self._retained = retained
         self._host = host
-        self._restored_in = 0  # the generation that was told that all engines have their state
+        self._restored_in = 0  # the newest generation to which `Restored` was posted
         self._enter(membership)
 
     def _enter(self, membership: Membership) -> None:
-        """Takes part in a generation from now on."""
+        """Takes part in this generation from now on."""
         spec, channel = self._spec, membership.channel
         self.membership = membership
         self.shares = self.assignment.shares
@@ -84,13 +85,13 @@ class GenerationSession(HostSession):
             self._ledger = LedgerWriter(spec, self.assignment, channel.interrupt)
 
     def begin(self) -> None:
-        """Waits for the generation, and joins it, if the function was called ahead of it."""
+        """Waits for the generation and joins it, if the function was called ahead of it."""
         if self.assignment.is_ahead:
             self._enter(self._host.await_begin())
             try:
                 self.membership.join()
             except RuntimeError:
-                self.check()  # no exception of an ended generation is raised in the function
+                self.check()  # leaves: the function gets no exception of an ended generation
                 raise
 
     @property
@@ -103,16 +104,16 @@ class GenerationSession(HostSession):
 
     @property
     def outlives_generation(self) -> bool:
-        """Whether the function stays in its loop where its generation ends. By any thread."""
+        """Whether the function stays in its loop when its generation ends. Any thread may ask."""
         return self.engines.is_enabled
 
     def break_group(self, reason: str) -> None:
-        """Ends the generation of a function that outlives it. By any thread."""
+        """Ends the generation of a function that outlives it. Any thread may call this."""
         self.engines.break_group(reason)
 
     def reform(self) -> None:
-        """Leaves the generation, waits for the next one, and re-cuts the engines for it. Raises
-        CollectiveError, with a group that is broken, if that is ended meanwhile."""
+        """Leaves the generation, waits for the next one, and re-cuts the engines for it. If the
+        next generation ends meanwhile, breaks its group and raises CollectiveError."""
         drained, engines = self._channel.drained, self.engines
         has_batch, step = engines.step.begins_in_forward, engines.state.step
         continues = engines.can_continue(replays_epochs=self.epochs is not None)
@@ -141,27 +142,27 @@ class GenerationSession(HostSession):
         self._report_restored()
 
     def _leave_for_good(self) -> NoReturn:
-        """The function does not continue in another generation."""
+        """Leaves the generation. The function continues in no other one."""
         self.engines.enable(None)
         self._channel.reforming = False
         self._channel.leave()
 
     @property
     def restored_step(self) -> int:
-        """Finished steps of the state that this generation starts from; 0 for a fresh start."""
+        """The finished steps of the state that this generation starts from; 0: a fresh start."""
         self.begin()
         return self.assignment.restore.step if self.assignment.restore else 0
 
     @contextmanager
     def open_source(self) -> Iterator[StateSource | None]:
-        """The state of all engines to start from."""
+        """Yields the state of all engines to start from; None for a fresh start."""
         self.begin()
         self.on_phase("load")
         with self._retained.open_source(self.assignment.restore) as source:
             yield source
 
     def _report_restored(self) -> None:
-        """All engines have the state that the generation starts from."""
+        """Reports that all engines have the state that the generation starts from."""
         if (engine := self.engine) is None:
             return
         several = len(self.engines) > 1
@@ -175,28 +176,31 @@ class GenerationSession(HostSession):
         self._channel.post(message)
 
     def check(self) -> None:
-        """Leaves the generation if it was ended, and the function does not outlive it."""
+        """Leaves the generation if it was ended and the function does not outlive it."""
         if not self._channel.reforming:
             self._channel.interrupt.check()
 
     @property
     def steps_to_go_back(self) -> int:
-        """Finished steps, at most, that a repair from memory does again."""
+        """The largest number of finished steps that a repair from memory repeats."""
         return self._mirror.interval_steps
 
     @property
     def is_resumed(self) -> bool:
-        """Whether the function begins with finished steps."""
+        """Whether the job has finished steps when the function is called."""
         return self.assignment.is_ahead or bool(self.restored_step)
 
     def admits_load(self, step: int, engine_step: int, client_keys: Sequence[str]) -> bool:
-        """Before its first step a function that was run again may go back to a checkpoint that
-        tells its place: its loop cannot continue from memory then. Any other one stays; so do the
-        others where this rank is new. After its last step a function may load any checkpoint, such
-        as that of the best model, to evaluate or to save it."""
+        """Returns whether a checkpoint of `step` replaces the state of an engine at `engine_step`.
+
+        It does if it is not older. After its last step a function may load any checkpoint, such as
+        that of the best model, to evaluate or to save it. Before its first step a function that was
+        called again may go back to an older checkpoint if that has a client state, which tells
+        where its loop continues; otherwise the restored state stays. Raises ConfigError for such a
+        checkpoint where data and schedule, or other ranks, continue from the restored state."""
         self.loop.asked_step = step
         if self._is_trained:
-            self.finish()  # what is loaded takes the place of the trained state
+            self.finish()  # the loaded state replaces the trained one
             return True
         if step >= engine_step:
             return True
@@ -212,13 +216,14 @@ class GenerationSession(HostSession):
 
     @property
     def _is_trained(self) -> bool:
-        """Whether the function has finished a step, or has come to where its last one was."""
+        """Whether the function has finished a step, or has caught up with the job's last one."""
         lag = None if self.engine is None else self.engine.progress.script_lag
         return self.reporter.has_steps or lag == 0
 
     def on_state_loaded(self, step: int, engine: str = "") -> None:
-        """With several engines the job goes back to the step of the first one that was where the
-        job is: each has a checkpoint of its own."""
+        """Takes the job back to an older step that was loaded before the function's first step.
+        Several engines have a checkpoint each: the job goes back with the first engine that was
+        at the job's step."""
         if self.engine is None:
             return
         was_at = self.engines.state.rebase(engine)
@@ -232,9 +237,9 @@ class GenerationSession(HostSession):
             self.post(WentBack(self._channel.generation, 0, step))
 
     def finish(self) -> None:
-        """The function has trained its last step: returns when that is reported, and in the vault
-        if the job writes checkpoints. Leaves the generation if it has ended before."""
-        self.engines.enable(None)  # its loop has ended
+        """Called after the function's last step. Returns when that step is reported, and is in the
+        vault if the job writes checkpoints. Leaves the generation if it has ended before."""
+        self.engines.enable(None)  # the training loop has ended
         self._channel.interrupt.check()
         step = self.reporter.last_step
         if self.engine is not None and self.reporter.has_steps and self.engines.state.step == step:
@@ -243,5 +248,5 @@ class GenerationSession(HostSession):
         self._mirror.settle()
 
     def close(self) -> None:
-        """Ends the mirror of the last step, once the training function has returned or raised."""
+        """Closes the mirror, once the training function has returned or raised."""
         self._mirror.close()

@@ -1,7 +1,8 @@
 """The engines that train in one call of a training function, and what is done with all of them.
 
-They share the process group of a generation, and leave it together: one that finds it broken breaks
-it for the others, and all are re-cut where the next step of the job begins (`job_step`).
+The engines share a generation's process group, and leave it together. An engine that finds the
+group broken breaks it for the others. All are re-cut where the next step of the job begins
+(`job_step`).
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ log = logging.getLogger("rayzero.workers")
 
 
 class JobEngines:
-    """In the order of their construction. Used by the training thread, but for what says otherwise.
+    """The engines that train, in the order of their construction. Used by the training thread;
+    members that any thread may use say so.
 
     Attributes:
-        state: of all of them.
-        step: where they are in a step of the job.
-        first_name: the name that the function gave the first one, whose own is empty.
+        state: the state of all engines.
+        step: where the engines are in a step of the job.
+        first_name: the name that the function gave the first engine, whose name here is empty.
     """
 
     def __init__(self) -> None:
@@ -46,12 +48,12 @@ class JobEngines:
         return len(self._engines)
 
     def number_of(self, name: str) -> int:
-        """An engine's number, from 1; 0 if it is the only one."""
+        """Returns an engine's number, from 1; 0 if it is the only engine."""
         return 1 + [*self._engines].index(name) if len(self) > 1 else 0
 
     def choose_name(self, given: str | None) -> str:
-        """The name of the engine that is about to be built; empty for the first one. Raises
-        ConfigError if it cannot be used."""
+        """Returns the name of the engine that is about to be built; empty for the first one. Raises
+        ConfigError if the given name cannot be used."""
         is_name = given is None or (given.isprintable() and 0 < len(given) <= 64)
         if not is_name or (given and not {":", "/"}.isdisjoint(given)):
             raise ConfigError(
@@ -69,11 +71,11 @@ class JobEngines:
         return given or f"engine{len(self) + 1}"
 
     def expect(self, source: StateSource | None) -> None:
-        """A state that engines are about to be built from."""
+        """Called with the state that engines are about to be built from."""
         self._unread = {*engines_of(source)} if source is not None and not self._engines else set()
 
     def open_part(self, source: StateSource | None, name: str) -> StateSource | None:
-        """The part of the state of the engine that is about to be built; None if it has none."""
+        """Opens the part of the state for the engine about to be built; None if there is none."""
         found = None if source is None else self._find_part(source, name)
         if source is None or found not in self._unread:
             return None
@@ -85,11 +87,11 @@ class JobEngines:
 
     @property
     def are_built(self) -> bool:
-        """Whether all engines of the restored state are."""
+        """Whether all engines of the restored state have been built."""
         return not self._unread
 
     def drop_unread(self, rank: int) -> None:
-        """The first step begins: what was not built until now has no engine."""
+        """Called when the first step begins: drops the state of engines that are not built yet."""
         if self._unread and rank == 0:
             names = ", ".join(repr(name or "the first one") for name in sorted(self._unread))
             log.warning(
@@ -101,8 +103,8 @@ class JobEngines:
         self._unread.clear()
 
     def check_step(self, name: str, finished: int) -> None:
-        """An engine steps. Raises ConfigError if it has loaded a checkpoint behind the steps that
-        the job has `finished`."""
+        """Called when an engine steps. Raises ConfigError if the engine has loaded a checkpoint of
+        fewer steps than the job has `finished`."""
         if (engine := self._engines.get(name)) is None:
             return
         step = engine.progress.step
@@ -116,12 +118,12 @@ class JobEngines:
 
     @property
     def fewest_steps(self) -> int:
-        """Of one engine: the job's, where each has loaded a checkpoint of its own."""
+        """The fewest steps of an engine: the job's, if each engine has loaded a checkpoint."""
         return min(engine.progress.step for engine in self._engines.values())
 
     def check_end(self) -> None:
         """See `MicroBatches.check_end`. Warns if the function has ended within a step of the job,
-        which nothing has of it."""
+        which is then lost."""
         for engine in self._engines.values():
             engine.internals.micro_batches.check_end()
         if self._engines and self.state.step is None:
@@ -131,8 +133,10 @@ class JobEngines:
             )
 
     def warn_of_idle(self, rank: int) -> None:
-        """Names engines that do not step, while others do."""
-        for name in self.step.waits_for() if rank == 0 else ():
+        """Warns, on rank 0, of engines that do not step while others do."""
+        if rank != 0:
+            return
+        for name in self.step.waits_for():
             label = name or self.first_name or "the first engine that trains"
             log.warning(
                 "%s has not stepped since the others did %d times: a step of the job ends when "
@@ -151,27 +155,28 @@ class JobEngines:
         self.step.engines.append(name)
 
     def add_evaluating(self, engine: Engine) -> None:
-        """One that only evaluates: its collectives, if it makes any, are of the present group."""
+        """Adds an engine that only evaluates. Its collectives, if any, use the present group."""
         self._evaluating.add(engine)
         collectives = engine.internals.runtime.collectives
         if collectives.detached:
             collectives.reconnect(LateBackend())
 
     def close(self, name: str) -> None:
-        """An engine cannot be used any more: steps end without it. Its state stays."""
+        """Called when an engine becomes unusable: later steps end without it. Its state stays."""
         if name in self.step.engines:
             self.step.engines.remove(name)
 
-    # As `GroupSurvival`, of all engines.
+    # The members below do for all engines what those of `GroupSurvival` do for one.
 
     @property
     def is_enabled(self) -> bool:
-        """By any thread."""
-        return bool(self._engines) and all(it.is_enabled for it in self._survivals)
+        """Whether the engines outlive their group. Any thread may ask."""
+        survivals = self._survivals
+        return bool(survivals) and all(survival.is_enabled for survival in survivals)
 
     def enable(self, on_broken: Callable[[str], None] | None) -> None:
         def break_all(reason: str) -> None:
-            self.break_group(reason)  # nothing is launched by another one from now on
+            self.break_group(reason)  # no other engine launches a collective from now on
             if on_broken is not None:
                 on_broken(reason)
 
@@ -179,31 +184,33 @@ class JobEngines:
             survival.enable(None if on_broken is None else break_all)
 
     def break_group(self, reason: str) -> None:
-        """By any thread."""
+        """Breaks the group for all engines. Any thread may call this."""
         for survival in self._survivals:
             survival.break_group(reason)
 
     @property
     def local_reason(self) -> str:
-        return next((it.local_reason for it in self._survivals if it.local_reason), "")
+        reasons = (survival.local_reason for survival in self._survivals)
+        return next(filter(None, reasons), "")
 
     @property
     def collectives_called(self) -> int:
-        return sum(it.collectives_called for it in self._survivals)
+        return sum(survival.collectives_called for survival in self._survivals)
 
     def can_continue(self, *, replays_epochs: bool) -> bool:
-        """See `GroupSurvival.can_continue`. With several engines not a loop that has read ahead:
-        only one of them would know that a batch is to be read again."""
+        """See `GroupSurvival.can_continue`. With several engines, False for a loop that has read
+        ahead: only one of the engines would know that a batch is to be read again."""
         survivals = self._survivals
-        if len(survivals) > 1 and any(it.reads_ahead for it in survivals):
+        if len(survivals) > 1 and any(survival.reads_ahead for survival in survivals):
             return False
         return self.is_enabled and all(
-            it.can_continue(replays_epochs=replays_epochs) for it in survivals
+            survival.can_continue(replays_epochs=replays_epochs) for survival in survivals
         )
 
     def recut(self, source: StateSource, *, keep: bool, shares: Sequence[float]) -> None:
-        """Re-cuts all engines for the ranks of the present group, from the state of a step: what
-        they have done since is undone. Collective; raises as `GroupSurvival.recut`."""
+        """Re-cuts all engines for the ranks of the present group, from the state of a step. What
+        the engines have done since that step is undone. Collective. Raises what
+        `GroupSurvival.recut` raises."""
         undoes = len(self) > 1 and self.state.step != source.step
         with self.state.recutting(source.step):
             for name, engine in self._engines.items():
@@ -220,8 +227,9 @@ class JobEngines:
 
     @property
     def can_divide_anew(self) -> bool:
-        """See `GroupSurvival.can_divide_anew`. Not with several engines: their loops may differ."""
-        return len(self) == 1 and all(it.can_divide_anew for it in self._survivals)
+        """See `GroupSurvival.can_divide_anew`. False with several engines: their loops may
+        differ."""
+        return len(self) == 1 and all(survival.can_divide_anew for survival in self._survivals)
 
     def divide(self, shares: Sequence[float]) -> None:
         """See `GroupSurvival.divide`."""
@@ -230,4 +238,5 @@ class JobEngines:
 
     @property
     def _survivals(self) -> list[GroupSurvival]:
-        return [engine.survival for engine in [*self._engines.values()]]
+        engines = [*self._engines.values()]  # a copy: other threads read while engines are added
+        return [engine.survival for engine in engines]

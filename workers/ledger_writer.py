@@ -19,7 +19,7 @@ from rayzero.workers.training_thread import StopFlag
 log = logging.getLogger("rayzero.workers")
 
 RETRY_S = 1.0
-"""Between two attempts."""
+"""Seconds between two attempts."""
 
 T = TypeVar("T")
 
@@ -27,8 +27,8 @@ T = TypeVar("T")
 class LedgerWriter:
     """The ledger of one rank in one generation.
 
-    Where it cannot be written, training waits, for half as long as a rank may make no progress: an
-    outage of its storage is shorter than that, and steps without lines are no ledger.
+    While the ledger cannot be written, training waits, up to half as long as a rank may make no
+    progress. Most outages of storage are shorter, and no step may be missing in the ledger.
     """
 
     def __init__(self, spec: WorkerSpec, assignment: Assignment, interrupt: StopFlag) -> None:
@@ -36,15 +36,18 @@ class LedgerWriter:
         self._limit_s = spec.patience_s / 2
         self._interrupt = interrupt
         folder = Path(spec.output_dir, "ledger", spec.run)
-        place = assignment.generation, assignment.rank, assignment.world_size
-        self._ledger = self._retry(lambda: SampleLedger(folder, *place))
+        self._ledger = self._retry(
+            lambda: SampleLedger(
+                folder, assignment.generation, assignment.rank, assignment.world_size
+            )
+        )
 
     def add_samples(self, samples: Sequence[int]) -> None:
-        """Samples that the loader has yielded for the current step."""
+        """Adds samples that the loader has yielded for the current step."""
         self._ledger.add_samples(samples)
 
     def add_skipped(self, samples: Sequence[int]) -> None:
-        """Samples among the added ones that were left out of training."""
+        """Adds which of the current step's samples were left out of training."""
         self._ledger.add_skipped(samples)
 
     def write_step(self, step: int) -> None:

@@ -1,8 +1,9 @@
 """Lifetimes of a job's actors and placement groups.
 
-They are detached: Ray ends none of them with the job's process, which is lost with the head and
-comes back with it. Their names say whose they are, and by these they are found and ended: by the
-job itself, by the next job of that name, by `rayzero stop`, and at last by each of the actors.
+The actors and groups are detached: Ray does not end them with the job's process, which is lost with
+the head and restarted with it. Their names contain the job and the run. They are found by name, and
+ended by the job itself, by the next job of that name, by `rayzero stop`, or as a last resort by
+each of the actors.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from ray.util.placement_group import (
 NAMESPACE = "rayzero"
 """The namespace of named actors."""
 VAULT = "vault-"
-"""Begins what a vault is called among the actors of its run; its node's id follows."""
+"""Prefix of a vault's name in its run; the node's id follows."""
 VAULT_ASKS = 60
-"""Questions of a vault for its job's process in the time after which it is an orphan."""
-WORKER_ASKS = 6  # of which there are more
+"""How often a vault asks Ray for its job's process within `orphan_s`: see `OrphanWatch`."""
+WORKER_ASKS = 6  # the same for a worker: less often, because there are more workers
 _JOBS = "job-"
 _RUNS = "rayzero"
 _ROLE_END = ":"
-_SURE = 2  # answers that the job has no process, before its actors are ended
+_SURE = 2  # consecutive answers that the job has no process, before its actors are ended
 
 
 def job_actor_name(job: str) -> str:
@@ -44,28 +45,28 @@ def job_actor_name(job: str) -> str:
 
 
 def job_of_actor(name: str) -> str | None:
-    """The job whose process that actor is; None if it is none's."""
+    """Returns the job whose process the actor of that name is; None if it is no job's process."""
     return name.removeprefix(_JOBS) if name.startswith(_JOBS) else None
 
 
 def owned_name(job: str, run: str, what: str) -> str:
-    """The name of a worker, a vault or a placement group."""
+    """Returns the full name of a worker, a vault or a placement group."""
     return f"{_RUNS}/{job}/{run}/{what}"
 
 
 def name_in_run(role: str, name: str) -> str:
-    """What a worker of a role, or the placement group for one, is called in its run; without a
-    role, a rank's."""
+    """Returns the name in its run of a role's worker, or of the placement group for one. An empty
+    role stands for a rank."""
     return f"{role}{_ROLE_END}{name}" if role else name
 
 
 def role_of(what: str) -> str:
-    """The role of what is called so; empty: it has none."""
+    """Returns the role in a name of `name_in_run`; empty for a rank."""
     return what.rpartition(_ROLE_END)[0]
 
 
 def index_of(what: str) -> int | None:
-    """The index of the worker that is called so; None: it is no worker's name."""
+    """Returns the index of the worker with that name in its run; None for another name."""
     name = what.rpartition(_ROLE_END)[2]
     return int(name) if name.isdecimal() else None
 
@@ -75,7 +76,7 @@ class Owned:
     """An actor or a placement group of a job, found by its name.
 
     Args:
-        what: its name in its run.
+        what: the name in its run.
         group: the id of a placement group; empty for an actor.
     """
 
@@ -85,7 +86,7 @@ class Owned:
     group: str = ""
 
     def end(self) -> None:
-        """Ends it, if it has not ended meanwhile."""
+        """Ends the actor or group, if it has not ended meanwhile."""
         if self.group:
             remove_placement_group(group_of_id(self.group))
         else:
@@ -93,7 +94,7 @@ class Owned:
                 ray.kill(self.actor())
 
     def actor(self) -> Any:
-        """Raises ValueError if it has ended."""
+        """Returns a handle of the actor. Raises ValueError if the actor has ended."""
         return ray.get_actor(owned_name(self.job, self.run, self.what), namespace=NAMESPACE)
 
 
@@ -102,7 +103,7 @@ def group_of_id(group: str) -> PlacementGroup:
 
 
 def parse_owned(name: str, group: str = "") -> Owned | None:
-    """The owner and the kind that a name says; None if it is no job's."""
+    """Parses a name of `owned_name`; returns None for any other name."""
     space, *parts = name.split("/")
     if space != _RUNS or len(parts) != 3:
         return None
@@ -111,8 +112,8 @@ def parse_owned(name: str, group: str = "") -> Owned | None:
 
 
 def find_owned(job: str | None = None) -> list[Owned]:
-    """The actors and placement groups of a job, or of all jobs, in the connected cluster: groups
-    first. Blocks until the head answers."""
+    """Returns the actors and placement groups of a job, or of all jobs, in the connected cluster,
+    groups first. Blocks until the head answers."""
     groups = [
         (entry["name"], group_id)
         for group_id, entry in placement_group_table().items()
@@ -125,7 +126,7 @@ def find_owned(job: str | None = None) -> list[Owned]:
 
 
 def end_owned(job: str, run: str = "") -> list[Owned]:
-    """Ends what a job owns, or one of its runs; returns what that was."""
+    """Ends the actors and groups of a job, or of one of its runs; returns these."""
     ended = [owned for owned in find_owned(job) if run in ("", owned.run)]
     for owned in ended:
         owned.end()
@@ -133,7 +134,8 @@ def end_owned(job: str, run: str = "") -> list[Owned]:
 
 
 def has_process(job: str) -> bool:
-    """Whether a job has a process, or Ray is about to restart it. Blocks until the head answers."""
+    """Returns whether a job has a process, or Ray is about to restart it. Blocks until the head
+    answers."""
     try:
         ray.get_actor(job_actor_name(job), namespace=NAMESPACE)
     except ValueError:
@@ -142,16 +144,16 @@ def has_process(job: str) -> bool:
 
 
 class OrphanWatch:
-    """Ends what a run owns, this process last, when the job has no process any more; and this
-    process alone if the head has not answered for `orphan_s`. Created in an actor that has a name
-    of `owned_name`. Owns the thread `rayzero-orphan`, which ends with the process.
+    """Ends the actors and groups of a run, this process last, once the job has no process any more.
+    Ends this process alone if the head has not answered for `orphan_s`. Created in an actor whose
+    name is one of `owned_name`. Owns the thread `rayzero-orphan`, which ends with the process.
     """
 
     def __init__(self, orphan_s: float, asks: int) -> None:
         """
         Args:
-            orphan_s: 0: nobody watches.
-            asks: questions in `orphan_s`.
+            orphan_s: in seconds; 0: this process is not watched.
+            asks: how often Ray is asked within `orphan_s`.
         """
         self._orphan_s = orphan_s
         self._pause_s = orphan_s / asks
@@ -173,8 +175,8 @@ class OrphanWatch:
 
 
 def end_run(own: Owned) -> None:
-    """Ends what the run of this actor owns, but the actor itself. Several may do this at once: who
-    ends another one has removed all groups before, but the one that it is in itself."""
+    """Ends the actors and groups of the run of this actor, except the actor itself. Several actors
+    may do this at once: each ends other actors only after it has removed all groups but its own."""
     group = get_current_placement_group()
     for owned in find_owned(own.job):
         is_own = owned == own or (group is not None and owned.group == group.id.hex())

@@ -36,13 +36,13 @@ class ScriptLoop:
     """The known properties of a launched script's loop.
 
     Attributes:
-        yields_again: its loader yields the batches of a lost step again.
-        divides_steps: its loader is cut for the present ranks, as Accelerate's and Trainer's are.
-        asked_step: of the last checkpoint that the script has asked for, loaded or not.
+        yields_again: the loop's loader yields the batches of a lost step again.
+        divides_steps: the loader is cut for the present ranks, as Accelerate's and Trainer's are.
+        asked_step: step of the last checkpoint that the script has asked for, loaded or not.
         epochs: notified where an iteration over data that is trained on begins and ends.
-        own_loaders: follows its torch DataLoaders, an `OwnLoaders`.
-        tell: returns what the script, if it does not continue, tells the one that is run in its
-            place, and after how many finished steps.
+        own_loaders: an `OwnLoaders`, which follows the script's torch DataLoaders.
+        tell: called for a script that does not continue. Returns a number of finished steps, and
+            the notes for the script that is run in its place after these.
     """
 
     yields_again: bool = False
@@ -54,21 +54,22 @@ class ScriptLoop:
 
     @property
     def keeps_rank(self) -> bool:
-        """Whether the loop continues only with the same rank of as many: a script's own sampler is
-        cut for the ranks that there were when it was made."""
+        """Whether the loop continues only with the same rank and number of ranks: a script's own
+        sampler is cut for the ranks at the time of its creation."""
         return self.yields_again and not self.divides_steps
 
 
 class SessionHost(Protocol):
-    """The services of the process for a function that outlives its generations."""
+    """The services of a worker's process for a function that outlives its generations."""
 
     def end_group(self, channel: GenerationChannel, reason: str) -> None:
-        """Ends the waits for peers of a generation. By any thread."""
+        """Ends a generation's waits for peers. Any thread may call this."""
 
     def await_begin(self) -> Membership:
-        """Returns the generation ahead of which the function was called, once it begins. By the
-        training thread."""
+        """Waits until the generation begins ahead of which the function was called; returns this
+        rank's part in it. Called by the training thread."""
 
     def await_next(self, *, drained: bool, keeps_rank: bool) -> Membership:
-        """Leaves the generation, and returns the next one; `keeps_rank`: if this worker has the
-        same rank of as many there. By the training thread."""
+        """Leaves the generation, and returns this rank's part in the next one. `keeps_rank`: the
+        function continues only with the same rank and number of ranks. Called by the training
+        thread."""

@@ -21,14 +21,14 @@ SCRIPT_ENTRYPOINT = "rayzero.workers.launch.script:run_script"
 
 @dataclass(frozen=True)
 class MirrorPolicy:
-    """When a worker copies its state into its node's vault.
+    """The times at which a worker copies its state into its node's vault.
 
     Args:
         replicas: copies of each shard outside its process; 0: only for checkpoints and resizes.
         every_steps: steps between two mirrors; None: chosen from the measured cost.
         checkpoint_every_steps: steps between two checkpoints; None: no checkpoints.
-        version_every_steps: most steps between two versions of the weights, which are mirrors that
-            roles read; the state that a job begins with is the first one. None: nobody reads them.
+        version_every_steps: most steps between two versions of the weights, which roles read from
+            mirrors; the first is the state that a job begins with. None: no role reads weights.
     """
 
     replicas: int = 0
@@ -45,11 +45,11 @@ class WorkerSpec:
         entrypoint: `module:function`, or a callable pickled by value.
         steps: optimizer steps of the job; None: the training function decides.
         engine_config: the parsed engine config.
-        patience_s: `recovery.patience_s`; of a role's worker, the role's `recovery.hang_timeout_s`.
+        patience_s: `recovery.patience_s`; for a role's worker, its `recovery.hang_timeout_s`.
         mirror: when to mirror the state into the vault, and when to make a checkpoint.
-        ledger: record consumed sample ids under `output_dir`/ledger/`run`.
+        ledger: whether to record consumed sample ids under `output_dir`/ledger/`run`.
         run: id of this run of the job; ids of later runs sort after it.
-        working_dir: the submitter's; used on the worker, if it exists there, and imported from.
+        working_dir: the submitter's; the worker imports from it, and works in it if it exists.
         import_paths: the submitter's `sys.path`, added to the worker's.
     """
 
@@ -77,9 +77,9 @@ class RoleWorkerSpec(WorkerSpec):
     `patience_s`.
 
     Args:
-        stage: its place in the chain of the roles that make rollouts, from 0; None: it has none.
+        stage: the role's place in the chain of roles that make rollouts, from 0; None: no place.
         group: samples of each prompt.
-        start_timeout_s: `workers.start_timeout_s` of the job: its first weights may take so long.
+        start_timeout_s: the job's `workers.start_timeout_s`: limit of the wait for first weights.
     """
 
     role: str = ""
@@ -91,7 +91,7 @@ class RoleWorkerSpec(WorkerSpec):
 @dataclass(frozen=True)
 class WorkerInfo:
     """The node and the process of a worker. `index` is its position in the worker group and never
-    changes; `cores` are those of its node that it may use, 0 if unknown."""
+    changes; `cores` is how many cores of the node the worker may use, 0 if unknown."""
 
     index: int
     node_id: str
@@ -109,18 +109,18 @@ class GenerationSpec:
     Args:
         store_host, store_port: the store where the members rendezvous.
         restore: the state to start from; None: a fresh start.
-        members: by rank, for a controller that has not formed it.
+        members: by rank, for a controller that has not formed this generation.
         shares: each rank's share of a step's samples, adding up to 1; empty: even shares.
         faults: all faults injected since the job started, in addition to `WorkerSpec.faults`.
         survivors_stay: some members' training functions continue in their loops, where new
-            members meet them; else all members call theirs.
-        notes: for functions that are called again, of the first rank's previous one.
-        parts: into how many a step is cut (`StepDivided`), if that is known; else 0.
-        is_ahead: it has not begun: the function is called, and waits for it where it needs the
-            state or other ranks. Then there is neither a store nor a state.
+            members meet them; otherwise all members call theirs.
+        notes: content of the `Notes` for functions that are called again.
+        parts: number of equal parts of a step (`StepDivided`); 0: unknown.
+        is_ahead: the generation has not begun, and has neither a store nor a state. The function
+            is called, and waits for the generation where it needs the state or other ranks.
         rollout_group: samples of each prompt; 0: the job has no rollouts.
-        rollouts: the buffer of these that its ranks read from; None: there is none, or none yet.
-        secret: of the store's keys.
+        rollouts: the rollout buffer that the ranks read from; None: there is none, or none yet.
+        secret: authenticates clients of the store.
     """
 
     generation: int
@@ -145,7 +145,7 @@ class RankAssignment:
     """The part of an `Assignment` for one worker.
 
     Args:
-        vault: the address of its node's; empty without one.
+        vault: the address of the node's vault; empty without one.
         replica_nodes: nodes whose vaults copy this rank's state, as often as possible.
     """
 
@@ -174,8 +174,8 @@ class Joined(RankMessage):
 
 @dataclass(frozen=True)
 class Prepared(RankMessage):
-    """The training function, called ahead of its generation, needs the state or the other ranks
-    of that now, and waits for it."""
+    """The training function was called ahead of its generation, needs the state or the other ranks
+    now, and waits for the generation."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,8 @@ class Heartbeat(NamedTuple):
 
     Args:
         silent_s: seconds since the thread last reported progress.
-        collective, waiting: the one last entered in this generation, and whether it waits in it.
+        collective: number of the collective last entered in this generation.
+        waiting: whether the thread waits in that collective.
     """
 
     rank: int
@@ -243,14 +244,14 @@ class Heartbeat(NamedTuple):
 
 @dataclass(frozen=True)
 class RoleReport:
-    """The report of a role's worker since its last one.
+    """The report of a role's worker, on the time since its previous report.
 
     Args:
         role, number: of the worker.
-        values: under each name that `RoleContext.report` was called with.
-        tokens: their sum.
-        version: finished steps of the weights that it has; None: it has not read any.
-        weights_wait_s: for how long it waited for those.
+        values: the reported values under each name passed to `RoleContext.report`.
+        tokens: the sum of the reported tokens.
+        version: finished steps of the worker's weights; None: it has not read any.
+        weights_wait_s: how long the worker waited for weights.
     """
 
     role: str
@@ -297,15 +298,15 @@ class Finished(RankMessage):
 
 @dataclass(frozen=True)
 class InProcessStateInfo:
-    """What a training function left in a worker's memory.
+    """The state that a training function left in a worker's memory.
 
     Args:
-        step: finished steps of the state in its engines; None: that is of no step.
-        whole: that is the whole state, not only its rank's shard.
-        generation, world_size: that the shard was cut for: an earlier one's, if the last one ended
-            before it had loaded its state.
-        copies: the steps of which its mirror has complete copies of the shard: in memory that
-            outlives the vault it was reserved in.
+        step: finished steps of the engines' state; None: the state is not that of one step.
+        whole: the engines have the whole state, not only the rank's shard.
+        generation, world_size: those that the shard was cut for: of an earlier generation, if the
+            last one ended before its state was loaded.
+        copies: steps of which the mirror has complete copies of the shard, in memory that
+            outlives the vault.
     """
 
     step: int | None
@@ -316,13 +317,13 @@ class InProcessStateInfo:
 
     @property
     def steps(self) -> set[int]:
-        """Those whose shard can be copied from here."""
+        """The steps whose shard can be copied from this memory."""
         return {*self.copies} if self.step is None else {self.step, *self.copies}
 
 
 @dataclass(frozen=True)
 class Notes:
-    """The notes of a function that does not continue for the one that is called in its place:
+    """The notes of a function that does not continue, for the function called in its place.
     `content`, pickled, holds after `step` finished steps."""
 
     step: int
@@ -338,7 +339,7 @@ class Stopped(RankMessage):
         stays: the training function waits in its loop for the next generation.
         keeps_rank: it continues only with the same rank and number of ranks; else it is called
             again.
-        notes: of a function that does not continue.
+        notes: those of a function that does not continue.
     """
 
     memory: InProcessStateInfo | None = None
@@ -386,8 +387,8 @@ class Pinned(RankMessage):
 
 @dataclass(frozen=True)
 class Mirrored(RankMessage):
-    """This rank's state of a step, with which the job or the generation begins, is in its vault,
-    where roles read weights. Reports of steps say that of later ones."""
+    """This rank's state of the step with which the job or the generation begins is in its vault,
+    where roles read weights. For later steps the step reports say so."""
 
     step: int
 

@@ -1,16 +1,16 @@
-"""When a rank's training state is copied into its node's vault, and into which slot.
+"""Decides when a rank's training state is copied into its node's vault, and into which slot.
 
 Order: a step's mirror is complete before the step is reported and before the next vote, which
 takes its requests from here (`step_requests`). A rank that has passed the vote of step k therefore
 knows that all ranks have finished the mirror of step k - 1, if one was due; and it overwrites a
 version only after such a vote. Hence all ranks always have one step in common. `state_copy`
-says how that holds where copies run concurrently with training. A first vote shows that all ranks
-have loaded the step that their generation starts from: the slot of an older one is then overwritten
-first.
+says how that holds where copies run concurrently with training. The first vote of a generation
+shows that all ranks have loaded the step that the generation starts from. From then on the slot of
+an older step is overwritten first.
 
-Of the steps that are kept for other nodes all ranks keep the same ones, because a vote decides: the
-newest one until a vote shows that all ranks' slots of it are on other nodes, and the one before it
-until then. So other nodes always have one step of all ranks.
+A vote decides which steps are kept for other nodes, so all ranks keep the same ones. When a vote
+shows that other nodes have all ranks' slots of the newest kept step, the kept step before it is
+released. So other nodes always have one step of all ranks.
 
 Rule of ordering: `pinned-stays` (docs/engine.md).
 """
@@ -44,13 +44,13 @@ log = logging.getLogger("rayzero.workers")
 
 
 class Mirror:
-    """Mirrors one rank for one generation. Used by the training thread only.
+    """Mirrors one rank's state during one generation. Used by the training thread only.
 
     Args:
-        last_step: the job's last step, which gets a checkpoint, too; None: unknown.
-        vault: None if the node has none; then nothing is copied.
-        interrupt: what is copied after it was set is neither committed nor reported, if an abort
-            may have changed it.
+        last_step: the job's last step, which also gets a checkpoint; None: unknown.
+        vault: None if the node has no vault; then nothing is copied.
+        interrupt: a copy made after this was set is neither committed nor reported if an abort may
+            have changed the copied state.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Mirror:
         self.checkpointed_step = self.newest_step
         """The newest step pinned for a checkpoint, or the one that this generation started from."""
         self._replicated: tuple[int, int] | None = None
-        """The newest step that other nodes have, of all ranks, and the bytes copied for it."""
+        """The newest step of which other nodes have all slots, and the bytes copied for it."""
         self.stopped_s = 0.0
         """How long training was paused after the last step."""
         self.lacks_version = policy.version_every_steps is not None and not (
@@ -83,47 +83,51 @@ class Mirror:
         )
         """Whether roles find no weights of the state that the generation starts from: see
         `begin`."""
-        self._announced = 0  # what the vault knows of this generation; see `_announce`
-        self._last_mirror: bool | None = False  # of the step before; see `CopyCost.step_finished`
+        self._announced = 0  # mirrors announced to the vault, up to 3; see `_announce`
+        # Whether the step before was mirrored: see `CopyCost.step_finished`.
+        self._last_mirror: bool | None = False
         self._interval_steps = self._limit(policy.every_steps or 1)
 
     @property
     def interval_steps(self) -> int:
-        """Steps from one mirror to the next, at most."""
+        """The largest number of steps from one mirror to the next."""
         return 1 + math.ceil(self._interval_steps)
 
     def go_back(self, step: int) -> None:
-        """The function has loaded a state older than the one that the generation started from."""
+        """Called when the function has loaded a state older than the generation's first one."""
         self.newest_step = step
         self.lacks_version = self._policy.version_every_steps is not None
 
     def gauges(self) -> dict[str, float]:
-        """The newest step in the vault, and the bytes there of this rank and generation; empty
-        without a vault."""
+        """Returns the newest step in the vault, and this rank's bytes there in this generation;
+        the same of the steps on other nodes, if there are any. Empty without a vault."""
         held = float(sum(len(buffer.data) for buffer in self._buffers))
         if self._vault is None or not held:
             return {}
         gauges = {"replica_step": float(self.newest_step), "replica_bytes": held}
         if self._replicated is not None:
-            names = "replicated_step", "replicated_bytes"
-            gauges |= zip(names, map(float, self._replicated), strict=True)
+            step, nbytes = self._replicated
+            gauges |= {"replicated_step": float(step), "replicated_bytes": float(nbytes)}
         return gauges
 
     def copies(self) -> dict[int, SlotWriter]:
-        """The complete copies, by step. They can be read when the vault is lost, too. By any
-        thread, once the generation has ended."""
+        """Returns the complete copies, by step. They can be read even if the vault is lost. Any
+        thread may call this once the generation has ended."""
         return {buffer.step: buffer for buffer in self._buffers if buffer.step >= 0}
 
     def step_requests(self, step: int) -> StepRequests:
-        """This rank's requests for the vote of `step`. Returns when the step before is settled."""
+        """Returns this rank's requests for the vote of `step`, once the step before is settled."""
         self.settle()
         pin_due = bool(self._assignment.replica_nodes) or self._checkpoint_due(step)
         kept = self._kept_buffers()
         copied_bytes = kept[-1].copied_bytes if kept else 0
-        # If not all ranks agree that it is copied, they don't agree on a pin either that counts on
-        # it: they keep the same steps.
-        let_go = kept[:-1] if copied_bytes else []
-        pinned = sum(it.awaits_checkpoint if it in let_go else it.pinned for it in self._buffers)
+        # A pin may need the buffers that this vote releases if all ranks have `copied`. A rank that
+        # has not `copied` asks for no such pin, so all ranks keep the same steps.
+        released = kept[:-1] if copied_bytes else []
+        pinned = sum(
+            buffer.awaits_checkpoint if buffer in released else buffer.pinned
+            for buffer in self._buffers
+        )
         has_free_buffer = self._max_buffers - pinned > self._rotating_buffers
         return StepRequests(
             copied=copied_bytes > 0,
@@ -135,13 +139,13 @@ class Mirror:
         )
 
     def _limit(self, interval_steps: float) -> float:
-        """An interval that gives versions of the weights often enough, if roles read them."""
+        """Shortens an interval so that roles that read weights get versions often enough."""
         return min(float(interval_steps), self._policy.version_every_steps or math.inf)
 
     def begin(self, state: CompositeState) -> None:
-        """Mirrors the state before the job's first step, so that a rank that is lost in it can be
-        replaced; and before the first one of a generation that starts from no slots, if roles read
-        weights: they would have none until its first mirror, or an older state's."""
+        """Mirrors the state before the job's first step, so that a rank lost in that step can be
+        replaced. If roles read weights, called also before the first step of a generation that
+        starts from no slots: until the next mirror, roles would find no weights or older ones."""
         self.lacks_version = False
         step = state.step
         if self._vault is not None and self._policy.replicas > 0 and step is not None:
@@ -167,8 +171,8 @@ class Mirror:
         self.stopped_s = perf_counter() - started
 
     def finish(self, step: int, state: CompositeState) -> None:
-        """Mirrors the last step, which a checkpoint is to be written of, if it has not been: that
-        it is the last one was not known in its vote. Returns when it is settled."""
+        """Mirrors the last step for its checkpoint, if it is not mirrored yet: the vote of the step
+        did not know that it was the last. Returns when the step is settled."""
         checkpoints = self._policy.checkpoint_every_steps is not None
         if self._vault is not None and checkpoints and step > self.newest_step:
             self.settle()
@@ -180,8 +184,8 @@ class Mirror:
         self._copier.post(message)
 
     def settle(self) -> None:
-        """Returns when the last step is mirrored and reported. Raises what has prevented it; of an
-        interrupt, what that raises."""
+        """Returns when the last step is mirrored and reported. Raises the error that prevented
+        this, or what the interrupt raises."""
         self._copier.settle()
 
     def close(self) -> None:
@@ -208,7 +212,7 @@ class Mirror:
         self._last_mirror = None if is_new else True
         if not is_new:
             copier.cost.mirror_finished(stopped_s)
-        self.newest_step = step  # for the report, which is posted once it is complete
+        self.newest_step = step  # for the step's report, posted once the mirror is complete
         if pin and self._checkpoint_due(step):
             self.checkpointed_step = step
             generation, rank = self._assignment.generation, self._assignment.rank
@@ -216,8 +220,8 @@ class Mirror:
             copier.post(Pinned(generation, rank, step, stopped_s, nbytes))
 
     def _announce(self, vault: VaultClient, *, voted: bool) -> None:
-        """Tells the vault what the last vote has shown, if there was one, before the first three
-        mirrors."""
+        """Tells the vault, before each of the first three mirrors, what the last vote has shown.
+        `voted`: the generation has had a vote."""
         generation, restore = self._assignment.generation, self._assignment.restore
         if self._announced == 0 and restore is not None and voted:
             vault.announce_loaded(generation, restore.step)
@@ -230,24 +234,25 @@ class Mirror:
         self._announced += 1
 
     def _checkpoint_due(self, step: int) -> bool:
-        """Whether `step` should become a checkpoint; a missed one is due at the next step."""
+        """Returns whether `step` should become a checkpoint; a missed one is due at the next
+        step."""
         every = self._policy.checkpoint_every_steps
         if every is None:
             return False
         return step == self._last_step or step // every > self.checkpointed_step // every
 
     def _mirror_due(self, step: int) -> bool:
-        """The same on all ranks: they agreed on the interval."""
+        """Returns whether to mirror `step`: the same on all ranks, which agreed on the interval."""
         return self._policy.replicas > 0 and step - self.newest_step >= max(
             1, round(self._interval_steps)
         )
 
     def _copy_state(self, vault: VaultClient, step: int, state: CompositeState, pin: bool) -> bool:
-        """Whether it was copied into a new slot."""
+        """Copies the state into a slot; returns whether the slot is new."""
         block, assignment = state.pack(), self._assignment
         buffer = self._oldest_unpinned(block.index)
         is_new = buffer is None
-        if buffer is None:  # one at a time: the first step after a recovery waits for it
+        if buffer is None:  # one slot a step: the first step after a recovery waits for it
             buffer = vault.reserve(
                 assignment.generation, assignment.rank, assignment.world_size, block.index
             )
@@ -270,12 +275,12 @@ class Mirror:
             vault.replicate(assignment.generation, assignment.rank, step, nodes)
 
     def _kept_buffers(self) -> list[SlotWriter]:
-        """Those of the steps that are kept for other nodes, oldest first."""
+        """Returns the buffers of the steps that are kept for other nodes, oldest first."""
         kept = [buffer for buffer in self._buffers if buffer.is_kept]
         return sorted(kept, key=lambda buffer: buffer.step)
 
     def _let_go(self, nbytes: int) -> None:
-        """A vote has shown that other nodes have the newest kept step of all ranks."""
+        """Releases older kept steps: by a vote, other nodes have the newest one of all ranks."""
         *older, newest = self._kept_buffers()
         if self._replicated is not None and newest.step == self._replicated[0]:
             return
@@ -287,8 +292,8 @@ class Mirror:
                 self._vault.announce_replicated(self._assignment.generation, newest.step)
 
     def _oldest_unpinned(self, index: BlockIndex) -> SlotWriter | None:
-        """The buffer of the oldest unpinned version; None while there are too few. One of a state
-        that has another index by now is given up: the next reservation replaces it."""
+        """Returns the buffer of the oldest unpinned version; None while there are too few. Gives up
+        a buffer whose state had another index: the next reservation replaces it."""
         unpinned = [buffer for buffer in self._buffers if not buffer.pinned]
         if len(unpinned) < self._rotating_buffers:
             return None
@@ -303,7 +308,7 @@ class Mirror:
     @property
     def _max_buffers(self) -> int:
         checkpoints = self._policy.checkpoint_every_steps is not None
-        pinnable = 2 if self._assignment.replica_nodes else checkpoints
+        pinnable = 2 if self._assignment.replica_nodes else int(checkpoints)
         return self._rotating_buffers + pinnable
 
 

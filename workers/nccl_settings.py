@@ -1,10 +1,10 @@
 """The environment variables of NCCL, and of torch's use of it, that repair in place relies on.
 
 A worker sets them when it starts: torch reads its own when it creates a process group, and NCCL
-when its library is first called. What the environment sets already stays as it is, so each can be
-overridden: by `workers.env` in the job file, which has precedence, on the cluster's nodes, or where
-`rayzero run` starts a local cluster. They are not set outside a job (torchrun, Ray Train): there,
-torch's watchdog is what ends a hang.
+when its library is first called. A variable that the environment sets already is kept, so each can
+be overridden: by `workers.env` in the job file, which has precedence, on the cluster's nodes, or in
+the environment of a `rayzero run` that starts a local cluster. The variables are not set outside a
+job (torchrun, Ray Train): there torch's watchdog ends hangs.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _WORDS = dict.fromkeys(("true", "yes", "y", "t", "on"), "1") | dict.fromkeys(
 
 @dataclass(frozen=True)
 class NcclSetting:
-    """One variable.
+    """One environment variable, with the value that jobs need.
 
     Args:
-        otherwise: what follows from another value.
-        old_name: torch's older name of it, which it still reads.
+        otherwise: the consequence of another value.
+        old_name: the variable's older name, which torch still reads.
         required: no job runs with another value.
     """
 
@@ -91,11 +91,11 @@ NCCL_SETTINGS = (
         "is undefined",
     ),
 )
-"""All of them, but for the network interface, which a worker's node decides (`use_interface`)."""
+"""All settings but the network interface, which depends on the node (`use_interface`)."""
 
 
 def apply_nccl_settings(environment: MutableMapping[str, str]) -> None:
-    """Sets what the environment does not set. Before torch creates a process group."""
+    """Sets the variables that are not set yet. Called before torch creates a process group."""
     for setting in NCCL_SETTINGS:
         if setting.old_name not in environment:
             environment.setdefault(setting.name, setting.value)
@@ -110,7 +110,7 @@ def use_interface(environment: MutableMapping[str, str], interface: str) -> None
 
 
 def contradictions(environment: Mapping[str, str]) -> Iterator[tuple[NcclSetting, str]]:
-    """The settings with another value in the environment, each as `NAME=value`."""
+    """Yields the settings with another value in the environment, each with its `NAME=value`."""
     for setting in NCCL_SETTINGS:
         for name in filter(None, (setting.name, setting.old_name)):
             value = environment.get(name, setting.value).strip().lower()
@@ -126,5 +126,5 @@ def check_nccl_settings(environment: Mapping[str, str]) -> None:
             raise ConfigError(
                 f"{seen} in the environment of the workers: {setting.otherwise}",
                 allowed=f"{setting.name}={setting.value}, or unset",
-                fix="workers.env in the job file, or the environment of the cluster's nodes",
+                fix="correct workers.env in the job file, or the cluster nodes' environment",
             )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 MAX_LINES_BYTES = 4 * 2**20
-"""Of log lines kept for one poll. The controller's process takes these from every worker."""
+"""Limit of log lines kept for one poll. The controller's process takes these from each worker."""
 MAX_DETAILED = 256
 """Messages kept for one poll with all their gauges."""
 MAX_LINE_CHARACTERS = 16 * 1024
@@ -30,10 +30,10 @@ MAX_ERROR_CHARACTERS = 32 * 1024
 class Outbox:
     """A message queue filled by any thread and emptied by a long poll.
 
-    Log lines are bounded: without a poll, the oldest are dropped and counted. Of step reports none
-    is dropped: beyond `MAX_DETAILED` the oldest lose their detailed gauges, whose names have a
-    slash. After a log line or a step report a poll lingers briefly, so that fast steps share a
-    round trip.
+    Log lines are bounded: without a poll, the oldest are dropped and counted. Step reports are
+    never dropped: beyond `MAX_DETAILED` messages, the oldest lose their detailed gauges, whose
+    names have a slash. After a log line or a step report a poll lingers briefly, so that fast steps
+    share a round trip.
     """
 
     def __init__(self, linger_s: float = 0.05, max_lines: int = MAX_ITEMS) -> None:
@@ -42,7 +42,7 @@ class Outbox:
         self._ready = Condition()
         self._linger_s = linger_s
         self._count = 0
-        self._looked_at = 0  # of the numbered ones, for details that are too old
+        self._looked_at = 0  # how many of `_numbered` were searched for old details
         self._urgent = False
 
     def post(self, message: WorkerMessage) -> None:
@@ -60,7 +60,7 @@ class Outbox:
             self._ready.notify_all()
 
     def poll(self, timeout_s: float) -> list[WorkerMessage]:
-        """All messages posted so far, in order; waits up to `timeout_s` for the first."""
+        """Returns all messages posted so far, in order. Waits up to `timeout_s` for the first."""
         with self._ready:
             self._ready.wait_for(lambda: bool(self._numbered or self._lines), timeout_s)
             if self._numbered or self._lines:
@@ -79,7 +79,7 @@ class Outbox:
         while len(self._numbered) - self._looked_at > MAX_DETAILED:
             number, message = self._numbered[self._looked_at]
             if isinstance(message, StepReport):
-                gauges = {name: it for name, it in message.gauges.items() if "/" not in name}
+                gauges = {name: gauge for name, gauge in message.gauges.items() if "/" not in name}
                 self._numbered[self._looked_at] = number, replace(message, gauges=gauges)
             self._looked_at += 1
 
@@ -93,7 +93,7 @@ def _shorten(text: str) -> str:
 
 
 def dropped_lines_text(lines: int, nbytes: int, process: str) -> str:
-    """The line in a job's log in place of lines that came too fast."""
+    """Returns the line that replaces lines printed too fast in a job's log."""
     return (
         f"({lines} lines, {nbytes / 2**20:.1f} MiB, are not in this log: they were printed faster"
         f" than they could be collected; Ray's log of this worker's process, {process}, has them)"
@@ -101,11 +101,11 @@ def dropped_lines_text(lines: int, nbytes: int, process: str) -> str:
 
 
 _RAY_PROGRESS = "__ray_tqdm_magic_token__"
-"""In lines that Ray's progress bars (ray.experimental.tqdm_ray, Ray Data's) print for the driver of
-Ray's own log: states as JSON, which it draws and does not show."""
+"""Marks the lines in which Ray's progress bars (ray.experimental.tqdm_ray, Ray Data's) print their
+states as JSON, for Ray's driver to draw. Such lines are not passed on."""
 
 LineSink = Callable[[str, str], None]
-"""(stream name, line without its newline)"""
+"""Called with the stream's name, and a line without its newline."""
 
 
 class LineTee(BufferedIOBase):
@@ -113,8 +113,8 @@ class LineTee(BufferedIOBase):
     passes each complete line to `sink`.
 
     Of a line redrawn with carriage returns, like a progress bar, only the last state is kept and
-    passed. It lives as long as the process: `close`, which a script's own TextIOWrapper over it
-    calls when that is collected, only flushes.
+    passed. A tee lives as long as the process: `close` only flushes, because a script's own
+    TextIOWrapper over the tee calls it when the wrapper is collected.
     """
 
     def __init__(self, target: TextIO, name: str, sink: LineSink) -> None:
@@ -147,7 +147,7 @@ class LineTee(BufferedIOBase):
             text = self._partial + self._decoder.decode(bytes(data))
             *lines, partial = text.split("\n")
             lines = [_last_state(line) for line in lines]
-            if "\r" in partial:  # it may be followed by a newline, and is no redraw then
+            if "\r" in partial:  # a final one is no redraw if a newline follows
                 partial = _last_state(partial) + "\r" * partial.endswith("\r")
             if len(partial) > MAX_LINE_CHARACTERS:
                 lines.append(partial)
@@ -189,8 +189,8 @@ def tee_output(sink: LineSink) -> tuple[LineTee, LineTee]:
 
 
 def _text_over(tee: LineTee, target: TextIO) -> TextIOWrapper:
-    """A text stream with the settings of `target`. It holds no text back: a line is passed on when
-    it is printed, and before bytes that are written to `buffer` after it."""
+    """Returns a text stream over `tee` with the settings of `target`. It holds no text back: a line
+    is passed on when it is printed, before bytes that are written to `buffer` later."""
     target.flush()
     return TextIOWrapper(
         tee,

@@ -21,11 +21,12 @@ _RPC_TIMEOUT_S = 5.0
 
 
 def request_drain(head: str, seconds: float) -> str:
-    """Asks Ray to drain this node, found by the local address of a connection to the head, which
-    is given as host:port. Returns the node's id.
+    """Asks Ray to drain this node, which is found by the local address of a connection to the
+    head. Returns the node's id.
 
     Args:
-        seconds: until the node stops.
+        head: as host:port.
+        seconds: time until the node stops.
 
     Raises:
         EngineError: the node is not found, or the head rejects the request.
@@ -36,23 +37,24 @@ def request_drain(head: str, seconds: float) -> str:
         own_ip = connection.getsockname()[0]
     client = GcsClient(address=head)
     nodes = client.get_all_node_info(timeout=_RPC_TIMEOUT_S)
-    own = [
+    own_nodes = [
         node.hex()
         for node, info in nodes.items()
         if info.node_manager_address == own_ip and info.state == gcs_pb2.GcsNodeInfo.ALIVE
     ]
-    if len(own) != 1:
+    if len(own_nodes) != 1:
         raise EngineError(
-            f"{len(own)} nodes of the Ray cluster at {head} have the address {own_ip}", "one node"
+            f"{len(own_nodes)} nodes of the Ray cluster at {head} have the address {own_ip}",
+            "one node",
         )
     deadline_ms = int((time.time() + seconds) * 1000)
     reason = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
     accepted, reason_rejected = client.drain_node(
-        own[0], reason, "the pod is being terminated", deadline_ms
+        own_nodes[0], reason, "the pod is being terminated", deadline_ms
     )
     if not accepted:
         raise EngineError(f"the Ray head at {head} rejected the drain request: {reason_rejected}")
-    return str(own[0])
+    return str(own_nodes[0])
 
 
 def main() -> None:

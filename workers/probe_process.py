@@ -1,5 +1,5 @@
-"""Runs a module that measures or tests something in a process of its own, with a limit: what is
-broken may hang or crash."""
+"""Runs a module that measures or tests something, in a process of its own and with a time limit: a
+broken device or network may make it hang or crash."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_ERROR_CHARS = 300  # of a failed process's last line
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """The facts that a probe printed, also if it failed later, and why it did not complete."""
+    """The facts that a probe printed, even if it failed later, and the error if it failed."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     error: str = ""
@@ -33,8 +33,8 @@ def run_probe(
 ) -> ProbeResult:
     """Runs a module that prints JSON objects, one a line; later values of a key win.
 
-    The key `trouble` is the error of the probe. A process that exceeds the limit is killed, and its
-    output so far is used.
+    The value of the key `trouble` is the error of the probe. A process that exceeds the limit is
+    killed, and its output so far is used.
 
     Args:
         on_start: called with the process, which another thread may kill.

@@ -1,15 +1,15 @@
 """The process group of each generation: join, abort, and interrupt from another thread.
 
-`dist.group.WORLD` is an `ElasticGroup`, through which the one group of the present generation is
-reached. Each generation has its own key prefix in the store, so that it never reads a late key of
+`dist.group.WORLD` is an `ElasticGroup`, which passes calls to the group of the present generation.
+Each generation has its own key prefix in the store, so that it never reads a late key of
 an earlier one.
 
-What ends a wait of gloo for a peer is in `group_sockets`.
+`group_sockets` ends the waits of gloo for peers.
 
 The group of an asynchronous device (NCCL) is aborted instead, which ends its kernels on the device.
 Its sockets are shut down only while it forms, where nothing else ends a wait: later the abort
-itself uses them. The training thread and a command thread may abort at once: `group_lock` is held
-meanwhile, and each aborts only a group that it finds. A group is created after such an abort.
+itself uses them. The training thread and a command thread may abort concurrently: each holds
+`group_lock`, and aborts only a group that still exists. The next group is created after that.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from rayzero.workers.messages import Assignment
 from rayzero.workers.rendezvous_store import StoreClient
 
 group_lock = RLock()
-"""Held to abort a generation's process group, and to take over the channel of the next: an abort in
-flight must not meet its group and sockets."""
+"""Held while a generation's process group is aborted, and while the channel of the next generation
+is set, whose group and sockets an abort in flight must not meet."""
 POLL_INTERVAL_S = 1.0
-"""How often NCCL's asynchronous error is read: a lock and a copy."""
+"""Seconds between two reads of NCCL's asynchronous error. A read costs a lock and a copy."""
 _group_store: list[StoreClient] = []
-"""Of that group, which keeps the C++ part alive, but not the Python object."""
+"""The store of the present group, which keeps the C++ part alive, but not the Python object."""
 
 
 def plan_process_group(
     assignment: Assignment, device: torch.device, begin: Callable[[], None] | None = None
 ) -> None:
-    """Makes the ranks of a generation known, before its group exists: to torch, and by the
+    """Makes the ranks of a generation known before its group exists: to torch, and in the
     environment variables that torchrun sets.
 
     Args:
-        begin: of a generation that has not begun; what needs its group calls it, which waits for
-            the generation, and joins it.
+        begin: passed for a generation that has not begun. Waits for the generation and joins it;
+            called when the group is needed.
     """
     _set_environment(assignment)
     backend = get_device(device).backend
@@ -58,7 +58,8 @@ def plan_process_group(
 
 
 def _set_environment(assignment: Assignment) -> None:
-    """Sets the variables that torchrun sets; the store's address once the generation begins."""
+    """Sets the variables that torchrun sets. The store's address is set once the generation
+    begins."""
     os.environ.update(
         RANK=str(assignment.rank),
         WORLD_SIZE=str(assignment.world_size),
@@ -76,7 +77,7 @@ def join_process_group(
     members have joined.
 
     Args:
-        timeout_s: of the rendezvous, and of every collective of the group.
+        timeout_s: limit of the rendezvous, and of every collective of the group.
 
     Raises:
         RuntimeError: a peer, or the store, did not answer within `timeout_s`.
@@ -107,23 +108,23 @@ def _form_group(store: Store, device: torch.device, **options: Any) -> dist.Proc
 
 
 def warm_up_communicator(device: torch.device) -> None:
-    """Makes a group of this rank alone, uses and aborts it: NCCL's first communicator loads its
-    kernels. Before the first generation; `workers.start_timeout_s` limits it."""
-    own = get_device(device)
+    """Creates, uses and aborts a group of this rank alone: NCCL's first communicator loads NCCL's
+    kernels. Called before the first generation; `workers.start_timeout_s` limits the time."""
+    nccl_device = get_device(device)
     with group_lock:
-        own.make_current()
+        nccl_device.make_current()
         try:
             group = _form_group(HashStore(), device)
             NcclBackend(group).all_reduce(torch.zeros(1, device=device)).wait()
-            own.synchronize()
+            nccl_device.synchronize()
         finally:
             make_elastic_group().abort_groups()
 
 
 def warm_up_torch(device: torch.device) -> None:
-    """Runs one step of a tiny model: the first backward starts autograd's threads. On a GPU it also
-    makes what takes a replacement seconds in its first step: the context, the libraries' handles,
-    and NCCL's first communicator. Raises what the device raises: it is of no use then."""
+    """Runs one step of a tiny model, whose backward starts autograd's threads. On a GPU this also
+    creates the context, the libraries' handles and NCCL's first communicator, which would cost a
+    replacement seconds in its first step. Raises the device's error if the device is unusable."""
     get_device(device).warm_up()
     if get_device(device).asynchronous:
         warm_up_communicator(device)
@@ -136,8 +137,8 @@ def warm_up_torch(device: torch.device) -> None:
 def abort_default_group(device: torch.device, sockets: SocketTracker) -> None:
     """Destroys the generation's group, if there is one, without waiting for peers.
 
-    Their collectives fail at once, because their connections to this rank close. No thread of this
-    process may be in a collective of gloo.
+    The peers' collectives fail at once, because their connections to this rank close. No thread of
+    this process may be in a gloo collective.
     """
     if (elastic := elastic_group()) is None:
         return
@@ -158,7 +159,8 @@ def interrupt_collectives(device: torch.device, sockets: SocketTracker) -> None:
 
 
 def is_collective_failure(error: BaseException) -> bool:
-    """Whether torch raised `error` because a peer died or timed out, not because of user code."""
+    """Returns whether torch raised `error` because a peer died or timed out, not because of user
+    code."""
     if isinstance(error, dist.DistError):
         return True
     if not isinstance(error, RuntimeError):
@@ -169,11 +171,12 @@ def is_collective_failure(error: BaseException) -> bool:
 
 @contextmanager
 def polled_group_errors(device: torch.device, on_error: Callable[[str], None]) -> Iterator[None]:
-    """While it is entered, a thread polls the generation's group, if its backend reports errors;
+    """Runs a thread that polls the generation's group for errors, if the backend reports any;
     builds of torch without NCCL do not. The training thread waits for the device, not for the
-    group: without this, a broken network would look like a rank that hangs in its own code.
+    group: without the polling, a broken network would look like a rank that hangs in its own code.
 
-    The thread ends with its first error, without a group, or within `POLL_INTERVAL_S` of the exit.
+    The thread ends at the first error, when there is no group, or within `POLL_INTERVAL_S` of the
+    exit.
 
     Args:
         on_error: called on that thread, at most once.
@@ -181,17 +184,17 @@ def polled_group_errors(device: torch.device, on_error: Callable[[str], None]) -
     if not get_device(device).asynchronous:
         yield
         return
-    left = Event()
+    exited = Event()
 
     def poll() -> None:
         read = None
-        while not left.wait(POLL_INTERVAL_S):
+        while not exited.wait(POLL_INTERVAL_S):
             try:
                 read = read or _error_reader(device)
                 name = read().name if read is not None else "SUCCESS"
             except RuntimeError:  # the group was not made, or was aborted meanwhile
                 return
-            if name != "SUCCESS" and not left.is_set():
+            if name != "SUCCESS" and not exited.is_set():
                 on_error(f"the process group reports {name}: a peer, or the network, failed")
                 return
 
@@ -200,10 +203,11 @@ def polled_group_errors(device: torch.device, on_error: Callable[[str], None]) -
     try:
         yield
     finally:
-        left.set()
+        exited.set()
 
 
 def _error_reader(device: torch.device) -> Callable[[], Any] | None:
-    """The backend's method. Looked up: torch's base class does not have it in all builds."""
+    """Returns the method that reads the backend's error; None without a group, or if the backend of
+    this build of torch has none."""
     group = elastic_group()
     return None if group is None else error_reader(group.get_group(), device)

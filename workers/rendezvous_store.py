@@ -1,9 +1,9 @@
 """The store where the members of a generation meet, served by one of its workers.
 
 torch's TCPStore is not used. Its server admits any client that reaches its port. Its client asks
-the resolver for the name of the server's address each time it connects (`getnameinfo`), so that one
-lost query makes a repair 5 seconds longer, and a cluster without reverse DNS every repair. Here
-connections are authenticated (`authenticated.py`), by a secret that the controller sends with each
+the resolver for the name of the server's address at each connection (`getnameinfo`): one lost query
+makes a repair 5 seconds longer, and in a cluster without reverse DNS every repair is. Here
+connections are authenticated (`authenticated.py`) by a secret that the controller sends with each
 assignment. Requests: set, read, add, delete.
 
 Rule of ordering: `stale-generation` (docs/engine.md).
@@ -28,7 +28,7 @@ _SECONDS = Struct(">d")
 
 
 class StoreServer(MessageServer):
-    """Serves the keys of one generation. Arguments and errors as of `MessageServer`."""
+    """Serves the keys of one generation. Arguments and errors as in `MessageServer`."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
         self._values: dict[str, bytes] = {}
@@ -37,7 +37,7 @@ class StoreServer(MessageServer):
 
     async def answer(self, request: list[bytes], is_lost: Callable[[], bool]) -> list[bytes]:
         operation, *fields = request
-        if operation == b"read":  # limit, keys: their values, or the keys that have none
+        if operation == b"read":  # fields: limit, keys. Reply: values, or the keys without one
             limit, *names = fields
             keys = [name.decode() for name in names]
             with suppress(TimeoutError):
@@ -63,13 +63,13 @@ class StoreServer(MessageServer):
 
 
 class StoreClient(Store):
-    """A member's connection. Used by torch's C++ from any thread.
+    """A member's connection to the store. Used by torch's C++ from any thread.
 
     Args:
         host, port: of the store.
         secret: of the generation.
-        timeout_s: for an answer, and for a key that no member has set yet.
-        on_connect: called with the connection, which another thread may shut down.
+        timeout_s: limit for a reply, and for a key that no member has set yet.
+        on_connect: called with the socket, which another thread may shut down.
         on_value: called with each value that is set or read, by the same thread.
 
     Raises:
@@ -122,7 +122,7 @@ class StoreClient(Store):
         return bool(existed)
 
     def clone(self) -> StoreClient:
-        """A client with a connection of its own."""
+        """Returns a client with a connection of its own."""
         clone = StoreClient(*self._arguments)
         self._clones.append(clone)
         return clone

@@ -26,37 +26,39 @@ class StateError(RayzeroError):
 
 
 class RetainedState:
-    """One per process. Used by the training thread while it runs, by command threads in between.
+    """A process's vault connection and engines' state. One per process. Used by the training thread
+    while it runs, by command threads in between.
 
     Args:
-        worker: this worker's index; identifies it to the vault.
-        device_timeout_s: how long the device may take for what is queued on it.
+        worker: this worker's index, which identifies it to the vault.
+        device_timeout_s: how long the device may take for its queued work.
     """
 
     def __init__(self, worker: int, device_timeout_s: float) -> None:
         self.vault: VaultClient | None = None
         self.copies: Callable[[], Mapping[int, SlotWriter]] = dict
-        """The `Mirror.copies` of the generation that the engines are cut for, which can be salvaged
-        where its vault is lost."""
+        """The `Mirror.copies` of the generation that the engines are cut for. These copies can be
+        salvaged if the vault is lost."""
         self._worker = worker
         self._device_timeout_s = device_timeout_s
         self._state: CompositeState | None = None
         self._assignment: Assignment | None = None
-        self._cut_for: Assignment | None = None  # its engines' shards: `_assignment`, or earlier
+        self._cut_for: Assignment | None = None  # of the engines' shards: `_assignment`, or earlier
         self.holds_state = False
-        """Whether this process has engines, of the previous generation, that hold their part of the
-        state that this one starts from."""
+        """Whether this process has engines of the previous generation which hold their part of the
+        state that the present generation starts from."""
 
     def begin_generation(self, assignment: Assignment) -> None:
         """Starts a generation, with the engines of the previous one if there are any.
 
-        Continues without a vault that cannot be reached: death detection and replicas are then
-        missing until the controller has started another one.
+        Continues without a vault if the node's cannot be reached: death detection and replicas are
+        then missing until the controller has started another vault.
         """
-        self._assignment, restore = assignment, assignment.restore
+        self._assignment = assignment
+        restore = assignment.restore
         restored = {slot.generation for slot in restore.slots} if restore is not None else set()
         if self._cut_for is None or restored != {self._cut_for.generation}:
-            self.copies = dict  # their buffers may be others' by now
+            self.copies = dict  # the buffers of the copies may be reused by now
         if self._state is not None and self._cut_for is not None:
             left, altered = self.in_process_state(), self._state.altered
             reason = why_not_held(left, self._cut_for, restore, altered=altered)
@@ -72,11 +74,12 @@ class RetainedState:
         self._state, self.copies, self._cut_for = state, copies, self._assignment
 
     def in_process_state(self) -> InProcessStateInfo | None:
-        """The state in this process's memory, once its generation has ended; None if there is none.
-        It is of no step within an update, or within a step of several engines.
+        """Describes the state in this process's memory, once its generation has ended; None if
+        there is none. Its `step` is None if the generation ended within an update, or within a step
+        of several engines.
 
-        Returns when the device has finished what is queued on it: until then, the memory of the
-        state may still be written. Raises DeviceError if that takes too long.
+        Waits until the device has finished its queued work, which may still write the state.
+        Raises DeviceError if that takes too long.
         """
         state, cut_for = self._state, self._cut_for
         copies = tuple(sorted(self.copies()))
@@ -106,8 +109,8 @@ class RetainedState:
             raise StateError(error.seen, error.allowed, error.fix) from error
 
     def salvage(self, vault: str, step: int) -> SlotInfo:
-        """Copies the state of that step into the vault: the complete state if this rank has it in
-        memory, otherwise its shard, from there or from the mirror's copy.
+        """Copies the state of that step into the vault: the complete state if this rank's engines
+        have it, otherwise the rank's shard, from the engines or from the mirror's copy.
 
         Args:
             vault: the current address of this node's vault. The one that the generation started
@@ -157,8 +160,9 @@ class RetainedState:
         return open_foreign(path) or CheckpointSource(path)
 
     def _connect(self, address: str) -> None:
-        """Connects to another vault than the current one. The old session is closed first: its end
-        is then not reported as a death. Raises VaultGoneError if the vault does not answer."""
+        """Connects to the vault at `address`, unless connected to it already. The old session is
+        closed first, so that its end is not reported as a death. Raises VaultGoneError if the vault
+        does not answer."""
         if self.vault is not None:
             if self.vault.address == address:
                 return
@@ -171,12 +175,12 @@ class RetainedState:
 def why_not_held(
     left: InProcessStateInfo | None, cut_for: Assignment, restore: Restore | None, *, altered: bool
 ) -> str:
-    """Why an engine does not hold its part of the state to restore; empty if it does.
+    """Returns why an engine does not hold its part of the state to restore; empty if it does.
 
     Args:
-        left: the state that it left behind; None if that is inconsistent.
-        cut_for: the generation that this was cut for.
-        altered: the training function has changed it since the last update.
+        left: the state that the engine left behind; None if that is inconsistent.
+        cut_for: the generation for which that state was cut.
+        altered: the training function has changed that state since the last update.
     """
     if restore is None or not restore.slots:
         return "it is read from a checkpoint"
@@ -186,8 +190,8 @@ def why_not_held(
         return f"it is of step {left.step}, restored is {restore.step}"
     if altered:
         return "the training function has changed it since the last update"
-    # A step that is done again by others may differ in rounding: the generation must have made the
-    # state, or started from it.
+    # The state of a step that other ranks did again may differ in rounding: the engine's generation
+    # must have made the restored state, or started from it.
     generations = {cut_for.generation}
     if cut_for.restore is not None and cut_for.restore.step == restore.step:
         generations |= {slot.generation for slot in cut_for.restore.slots}

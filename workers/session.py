@@ -1,4 +1,4 @@
-"""The worker's side of a training run: the engine's `HostSession`."""
+"""The worker's `HostSession`: the job's services to its engines."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 
 _FIRST_PHASES = ("data", "forward")
-"""Of a step; also of an evaluation."""
+"""The phases in which a step begins, or an evaluation."""
 
 
 class JobSession(GenerationSession):
     """The engine's `HostSession` for one call of the training function, through its generations.
     Used by the training thread only.
 
-    It is the session of the first engine that trains; the others have an `EngineSession`, which
-    passes their names, as of `engines`.
+    This is the session of the first engine that trains. The others have an `EngineSession`, which
+    passes the engine's name in `engines` with each call.
 
     Attributes:
-        script_settings: those of a launched script; None before it runs, and without one.
+        script_settings: settings of a launched script; None before it runs, and without one.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class JobSession(GenerationSession):
         self.script_settings: ScriptSettings | None = None
         self._own_collectives = collectives
         self._merger = MetricsMerger()
-        self._sampled: str | None = None  # the engine whose loader's samples the ledger has
+        self._sampled: str | None = None  # the engine whose loader's samples the ledger lists
         super().__init__(spec, membership, retained, host)
         self.loop.epochs = collectives.follow_epochs(self.registry, lambda: self.is_resumed)
         self.epochs = self.loop.epochs if spec.entrypoint == SCRIPT_ENTRYPOINT else None
@@ -70,24 +70,25 @@ class JobSession(GenerationSession):
         if not trains:
             alone = self._own_collectives.is_ahead_of_peers
             return BesideSession(self, self._on_evaluating_engine, alone=alone)
-        own = self.engines.choose_name(name)
-        if not own:
+        chosen = self.engines.choose_name(name)
+        if not chosen:
             return self
         if self._own_collectives.has_begun:
-            self.engines.enable(None)  # a new rank would build it where others are in their loops
-        return EngineSession(self, own)
+            self.engines.enable(None)  # a new rank would build it while others are in their loops
+        return EngineSession(self, chosen)
 
     def _on_evaluating_engine(self, engine: Engine) -> None:
-        """An engine that only evaluates is ready. It has no state, so a new rank builds it alone,
-        of the same weights; if these are sharded, the function does not outlive its generation."""
-        own = self._own_collectives
-        if own.has_begun:
-            self.engines.enable(None)  # as of one that trains
+        """Called when an engine that only evaluates is ready. It has no state, so a new rank builds
+        it alone, from the same weights. If these are sharded, the function does not outlive its
+        generation."""
+        collectives = self._own_collectives
+        if collectives.has_begun:
+            self.engines.enable(None)  # as in `session_for`
         self.engines.add_evaluating(engine)
         if engine.internals.runtime.stage.shards_weights:
-            own.makes_group()
+            collectives.makes_group()
         else:
-            own.check_model(checksum_of_model(engine.module))
+            collectives.check_model(checksum_of_model(engine.module))
 
     @contextmanager
     def resume_from(self) -> Iterator[StateSource | None]:
@@ -96,13 +97,13 @@ class JobSession(GenerationSession):
             yield self.engines.open_part(source, "")
 
     def divide_step(self, parts: int) -> None:
-        """Posts `StepDivided`, by rank 0."""
+        """Posts `StepDivided` on rank 0."""
         self.loop.divides_steps = True
         if self.assignment.rank == 0:
             self._channel.post(StepDivided(self.assignment.generation, 0, parts))
 
     def follow_loop(self, engine: Engine) -> None:
-        """The loader of the script's loop yields the batches of a lost step again from now on."""
+        """Called when the loop's loader yields the batches of a lost step again from now on."""
         self.loop.yields_again = True
         engine.survival.follow_host_loader()
 
@@ -117,21 +118,21 @@ class JobSession(GenerationSession):
         self._own_collectives.engine_is_ready(self.engines, engine.survival)
 
     def _begin_step(self, *, reads_loader: bool) -> None:
-        """Lets a function outlive its generations from its first step on, where new members join:
-        unless its engine gathered weights before that, for which new members would find no peers.
-        A script does if the loader that it trains on yields the samples of a lost step again."""
+        """Lets the function outlive its generations from its first step on, where new members join;
+        but not if an engine gathered weights before, for which new members would find no peers.
+        A script outlives them only if its loader yields the samples of a lost step again."""
         if not self.engines.are_built:
             self.engines.drop_unread(self.assignment.rank)
             self._report_restored()
         if lacks_version := self._mirror.lacks_version:
             self._begin_mirror()
-        own = self._own_collectives
-        if not own.begin_step():
+        collectives = self._own_collectives
+        if not collectives.begin_step():
             return
         is_own_loop = self.epochs is not None and (self.loop.divides_steps or not reads_loader)
         if self.loop.yields_again or not is_own_loop:
             self.engines.enable(self._on_broken)
-            own.outlive(self.registry)
+            collectives.outlive(self.registry)
             is_first = self.assignment.restore is None and not self.loop.yields_again
             if is_first and not lacks_version:
                 self._begin_mirror()
@@ -151,7 +152,7 @@ class JobSession(GenerationSession):
         return self.engines.state.step is None
 
     def on_step_lost(self, engine: str = "") -> None:
-        """Leaves the generation for good if the loop will not come to where it meets the others."""
+        """Leaves the generation for good if the loop will not reach a place to meet the others."""
         step = self.engines.step
         if not step.count(engine, lost=True) and step.is_astray:
             self._leave_for_good()
@@ -160,13 +161,14 @@ class JobSession(GenerationSession):
         self.engines.close(engine)
 
     def on_phase(self, name: str, engine: Engine | None = None) -> None:
-        """After a drain, leaves the generation where the next step begins: what the function does
-        after its last step (notes, a schedule, an evaluation, a file) is done, on all ranks."""
+        """Records the phase. After a drain, leaves the generation where the next step begins: by
+        then all ranks have done what the function does after a step, such as a schedule, an
+        evaluation, or writing a file."""
         if name == OUTSIDE_PHASE:
             self._channel.progress.enter_phase(name)
             return
         self._enter_phase(name)
-        if self._begins_step(name, engine or self.engine):
+        if self._is_training(name, engine or self.engine):
             if self._channel.drained:
                 self.engines.step.begins(None if name == "forward" else OTHER_LOADER, within=False)
                 self._leave_drained()
@@ -179,7 +181,8 @@ class JobSession(GenerationSession):
         self.check()
 
     def _divide(self) -> None:
-        """Between two steps on all ranks: the next one is divided by the newest shares."""
+        """Divides later steps by the newest shares. Called between the same two steps on all
+        ranks."""
         self._channel.divides = False
         self.shares, self._channel.new_shares = self._channel.new_shares, ()
         self.engines.divide(self.shares)
@@ -191,11 +194,12 @@ class JobSession(GenerationSession):
         if not self.outlives_generation:
             self._channel.leave()
         while True:
-            with suppress(CollectiveError):  # the next one ended while it formed
+            with suppress(CollectiveError):  # the next generation ended while it formed
                 self.reform()
                 return
 
-    def _begins_step(self, phase: str, engine: Engine | None) -> bool:
+    def _is_training(self, phase: str, engine: Engine | None) -> bool:
+        """Returns False for the first phases of an evaluation, where no step begins."""
         if phase not in _FIRST_PHASES or engine is None:
             return True
         return engine.module.training and torch.is_grad_enabled()
@@ -205,7 +209,7 @@ class JobSession(GenerationSession):
         self.check()
 
     def on_samples_consumed(self, samples: Sequence[int], engine: str = "") -> None:
-        """The ledger has the samples of one loader: of the first engine that has one."""
+        """Adds the samples of one loader to the ledger: of the first engine that has a loader."""
         self._sampled = engine if self._sampled is None else self._sampled
         if self._ledger is not None and engine == self._sampled:
             self._ledger.add_samples(samples)
@@ -215,18 +219,19 @@ class JobSession(GenerationSession):
             self._ledger.add_skipped(samples)
 
     def step_requests(self, engine: str = "") -> StepRequests:
-        """Called just before the vote of an engine's step. Only that of the engine with which the
-        job's step ends carries drain and pin. The ledger is written then: a rank that continues
-        from this step has passed the vote, so every rank has written its line."""
+        """Returns the requests for the vote of an engine's step, just before it. Only the vote with
+        which the job's step ends carries drain and pin. The ledger is written before that vote: a
+        rank that continues from this step has passed the vote, so every rank has written its line.
+        """
         step = self._channel.progress.step
         self.engines.check_step(engine, self.reporter.last_step)
         number = self.engines.number_of(engine)
         if not self.engines.step.completes(engine):
-            self._mirror.settle()  # what it copies may change
+            self._mirror.settle()  # this engine's step changes what it copies
             return StepRequests(engine=number)
         if self._ledger is not None:
             phase = self._channel.progress.phase
-            self._channel.progress.enter_phase("ledger")  # which waits for its disk
+            self._channel.progress.enter_phase("ledger")  # it may wait for its disk
             self._ledger.write_step(step)
             self._channel.progress.enter_phase(phase)
         requests = self._mirror.step_requests(step)
@@ -237,8 +242,8 @@ class JobSession(GenerationSession):
     def on_step_end(
         self, metrics: dict[str, float], agreed: StepRequests, engine: str = ""
     ) -> None:
-        """Mirrors the step before reporting it: a reported step is never lost. An interrupt takes
-        effect after both; before, if an abort may have changed the state."""
+        """Mirrors the step before reporting it, so that a reported step is never lost. An interrupt
+        takes effect after both, or before both if an abort may have changed the state."""
         several = len(self.engines) > 1
         if several:
             self._merger.add(engine, metrics)
@@ -273,9 +278,9 @@ class JobSession(GenerationSession):
             self._channel.divides = True
 
     def check_loop(self) -> None:
-        """Raises EngineError if the function, which has returned, did not train on all that its
-        loader yielded; CollectiveError if it has counted a step that was lost: it is called again,
-        and trains the rest."""
+        """Called when the function has returned. Raises EngineError if it did not train on all that
+        its loader yielded. Raises CollectiveError if it counted a step that was lost: the function
+        is then called again, and trains the rest."""
         if self.engine is None:
             return
         self.engines.check_end()
@@ -284,7 +289,7 @@ class JobSession(GenerationSession):
             raise CollectiveError(
                 f"the training function returned after {step} of {steps} steps: its loop counts "
                 "the steps that are lost with a rank",
-                fix="loader.until(ctx.steps), or while engine.global_steps < ctx.steps",
+                fix="loop over loader.until(ctx.steps), or while engine.global_steps < ctx.steps",
             )
 
     def _enter_phase(self, phase: str) -> None:
@@ -293,10 +298,11 @@ class JobSession(GenerationSession):
 
 
 class EngineSession(HostSession):
-    """Tells the job's session which engine calls it. Used by the training thread only.
+    """The session of an engine after the first one: passes each call to the job's session, with the
+    engine's name. Used by the training thread only.
 
     Args:
-        name: of the engine.
+        name: of the engine, as in `JobSession.engines`.
     """
 
     def __init__(self, job: JobSession, name: str) -> None:

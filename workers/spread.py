@@ -1,4 +1,4 @@
-"""How some numbers are spread."""
+"""The spread of some numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Spread:
-    """Some numbers: how many, their sum, the least and the greatest."""
+    """Count, sum, minimum and maximum of some numbers."""
 
     count: int
     total: float

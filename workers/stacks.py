@@ -19,16 +19,16 @@ from rayzero.workers.messages import Heartbeat
 TRAINING_THREAD = "rayzero-train"
 _PACKAGE = str(Path(__file__).parents[1])  # as in the names of code's files
 _LIBRARIES = (_PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
-"""Where the code is that the user did not write."""
+"""Prefixes of the files of code that the user did not write."""
 _COLLECTIVES = str(Path(sysconfig.get_path("purelib"), "torch", "distributed"))
 _PREFETCH = "rayzero-prefetch"
-"""The loader's thread."""
+"""The name of the loader's thread."""
 _READS = ("read_samples", "fetch_item", "transform_row", "make_sample", "_make_samples")
-"""Its functions that call a dataset, or a transform."""
+"""The functions of the loader's thread that call a dataset or a transform."""
 _IDLE = "_read_ahead"
-"""The function in which it waits until it may read ahead."""
+"""The function in which the loader's thread waits until it may read ahead."""
 _MOST_NAMED = 8
-"""Ranks in a line; more are counted."""
+"""How many ranks a line names; more ranks are counted."""
 _frames_lock = Lock()
 
 
@@ -38,9 +38,9 @@ class Stacks:
 
     Args:
         text: their stacks.
-        place: the line of the user's code in which the training thread stays, or the dataset that
-            it waits for; empty if it is in none, as in a wait for other ranks.
-        activity: what the loader does there.
+        place: the line of the user's code in which the training thread is, or of the dataset that
+            it waits for; empty if there is none, as in a wait for other ranks.
+        activity: what the loader does at `place`.
         summary: where the training thread is, in a line: `in all_reduce, called at train.py:12`.
         reads: whether a loader's thread is reading, ahead or for a batch that is waited for.
         beat: the training thread's progress at the same time.
@@ -55,11 +55,11 @@ class Stacks:
 
 
 def current_frames() -> dict[int, FrameType]:
-    """Every thread's current frame, by its ident.
+    """Returns every thread's current frame, by the thread's ident.
 
-    Without garbage collection meanwhile: before Python 3.11.9, one that begins in
+    Garbage collection is off meanwhile: before Python 3.11.9, a collection that begins in
     `sys._current_frames` can deadlock the process (python/cpython#106883). The lock keeps another
-    call from turning it on too early.
+    call from turning the collection on too early.
     """
     with _frames_lock:
         enabled = gc.isenabled()
@@ -72,8 +72,8 @@ def current_frames() -> dict[int, FrameType]:
 
 
 def read_stacks() -> Stacks:
-    """The training thread's stack from the user's function on; those of other threads that run code
-    of the user's; the names of the others."""
+    """Returns the training thread's stack from the user's function on, the stacks of other
+    threads that run user code, and the names of the other threads."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     named = [
         (names.get(ident, f"{ident}, not Python's"), frame)
@@ -97,21 +97,21 @@ def read_stacks() -> Stacks:
 
 
 def _summarize(stack: Sequence[FrameSummary], place: str, activity: str) -> str:
-    """A line on where a thread is: the collective, or its innermost frame, and the line of the
-    user's from which it was called."""
+    """Returns a line on where a thread is: the collective, or else the innermost frame, and the
+    line of user code from which it was called."""
     if place:
         return f"at {place}{f', {activity}' if activity else ''}"
     if not stack:
         return "not in the training function"
-    collective = next((it for it in stack if it.filename.startswith(_COLLECTIVES)), stack[-1])
-    wrapped = (it for it in stack if it.filename == collective.filename and it.name != "wrapper")
-    name = next(wrapped, collective).name
+    inner = next((frame for frame in stack if frame.filename.startswith(_COLLECTIVES)), stack[-1])
+    same_file = [frame for frame in stack if frame.filename == inner.filename]
+    name = next((frame.name for frame in same_file if frame.name != "wrapper"), inner.name)
     caller = next(filter(_is_users, reversed(stack)), None)
     return f"in {name}" + (f", called at {_line(caller)}" if caller is not None else "")
 
 
 def group_summaries(summaries: Mapping[int, str]) -> str:
-    """A line for each different summary, with the ranks that have it; the fewest ranks come first:
+    """Returns a line for each summary, with the ranks that have it; the fewest ranks come first:
 
     rank 2: at loader.py:31, in read
     ranks 0, 1, 3: in all_reduce, called at train.py:12, in train
@@ -126,18 +126,18 @@ def group_summaries(summaries: Mapping[int, str]) -> str:
 def _name_ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:_MOST_NAMED]))
     more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
-    return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {shown}{more}"
 
 
 def _waits_for_data(stacks: Mapping[str, Sequence[FrameSummary]]) -> bool:
-    """Whether the training thread is in the loader."""
+    """Returns whether the training thread is in the loader."""
     inner = next(filter(_is_packages, reversed(stacks.get(TRAINING_THREAD, []))), None)
     return inner is not None and Path(inner.filename).name in ("prefetch.py", "loader.py")
 
 
 def _place(stack: list[FrameSummary]) -> str:
-    """The innermost line of the user's, unless it called rayzero or a collective of torch's; of a
-    dataset from a library, the line that the loader called."""
+    """Returns the innermost line of user code; empty if that called rayzero, or a collective of
+    torch. For a library's dataset, returns the line of the library that the loader called."""
     called = None
     for frame in reversed(stack):
         if frame.filename.startswith(_COLLECTIVES):
@@ -157,7 +157,7 @@ def _line(frame: FrameSummary) -> str:
 
 
 def _read_activity(frame: FrameType | None) -> str:
-    """The work of the loader's thread: `reading sample 37`."""
+    """Returns the work of the loader's thread, such as `reading sample 37`."""
     while frame is not None:
         is_read = frame.f_code.co_name in _READS and _is_file_of_package(frame.f_code.co_filename)
         if is_read and "failing" in frame.f_locals:
@@ -175,7 +175,7 @@ def _is_file_of_package(filename: str) -> bool:
 
 
 def _below_callers(stack: list[FrameSummary]) -> list[FrameSummary]:
-    """Without what calls the user's function; all of it while that is not called."""
+    """Returns the stack from the user's first frame on; all of it if there is none."""
     first = next((n for n, frame in enumerate(stack) if _is_users(frame)), 0)
     return stack[first:]
 

@@ -7,21 +7,21 @@ there, where T is the training thread, C its stream, M the copies' own stream, a
 
 1. T has passed vote k and enqueued update k on C. It invalidates the slot's version, lets M wait
    for C, enqueues the copies on M with an event behind each group, and continues.
-2. C waits for the copies of what forward and backward change: buffers, residuals. They are first.
+2. C waits for the copies of what forward and backward change: buffers, residuals. These are first.
 3. H copies what is in host memory, and waits for the events; a group's checksum is computed while
    the next ones are copied.
-4. When an event is reached H looks at the interrupt. It is set before collectives are aborted, so
-   if it is not set, no abort has released what the copies waited for, and they are genuine.
+4. When an event is reached, H looks at the interrupt, which is set before collectives are aborted.
+   If it is not set, no abort has released what the copies waited for, and they are genuine.
 5. H commits the version, then orders its copies on other nodes, then posts the messages of the
    step: `Pinned`, the report.
 6. T waits for H in `settle`, before it enters vote k + 1. C waits for M's last event before update
    k + 1, or another write of the state (`TrainingState.before_write`).
 
-So a step's mirror is complete before the step is reported, and before the next vote. What ends
-otherwise is never committed nor posted: an interrupt ends H's wait; `settle` raises H's errors in
-T; `close`, at the end of the generation, waits a few times as long as the longest commit. The slot
-then holds no version, and is not reused before its copies are done (`SlotMapping.is_busy`). A vault
-that died is noticed by the next `reserve`. A drain and a function that returns call `settle`.
+So a step's mirror is complete before the step is reported, and before the next vote. A mirror that
+ends otherwise is never committed or posted: an interrupt ends H's wait; `settle` raises H's errors
+in T; `close`, at the end of the generation, waits a few times as long as the longest commit. The
+slot then holds no version, and is not reused before its copies are done (`SlotMapping.is_busy`). A
+vault that died is noticed by the next `reserve`. A drain and a function that returns call `settle`.
 
 Rule of ordering: `mirror-first` (docs/engine.md).
 """
@@ -30,10 +30,10 @@ from __future__ import annotations
 
 import logging
 import mmap
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
 from math import ceil, inf
 from queue import SimpleQueue
 from threading import Event as Flag
@@ -61,23 +61,23 @@ from rayzero.workers.vault.slots import (
 log = logging.getLogger("rayzero.workers")
 
 MIRROR_COST_FRACTION = 0.05
-"""The fraction of training time for mirroring, if the interval is chosen automatically."""
+"""The fraction of training time that mirrors may cost, if their interval is automatic."""
 SMOOTHING_FACTOR = 0.2
 _REMEASURE_STEPS = 200
 _POLL_S = 0.001
 _CHECKSUM_THREADS = 4
 _SLOWEST_BYTES_PER_S = 0.5e9
-"""Of a commit, until one was measured."""
+"""The assumed speed of a commit, until one was measured."""
 
 
 @dataclass(frozen=True)
 class SlotWrite:
-    """One mirror.
+    """One mirror to write.
 
     Args:
-        constants: the slot does not have those of the state yet.
-        metadata: encodes that of `step`.
-        pin, keep: as of `SlotWriter.commit`.
+        constants: whether to write the state's constants, which the slot does not have yet.
+        metadata: encodes the metadata of `step`.
+        pin, keep: as in `SlotWriter.commit`.
         on_commit: called once the slot is committed.
     """
 
@@ -97,9 +97,10 @@ class _Job:
 
     Attributes:
         write: None for a step without a mirror.
-        groups: the slot's data up to an offset is complete when the event is reached, and `on_host`
-            is copied, which is in host memory.
-        abortable: an abort may have changed what is copied.
+        groups: the slot's data up to each offset is complete when the event is reached and
+            `on_host` is copied.
+        abortable: an abort may have changed the copied state.
+        on_host: the parts of the state in host memory, with their targets.
         messages: held back until the step turns out to be `genuine`.
     """
 
@@ -116,16 +117,17 @@ class _Job:
     done: Flag = field(default_factory=Flag)
 
     def before_write(self, device: Device) -> None:
-        """The device waits for its copies; the host only for those that H makes from host memory,
-        first of all."""
+        """Makes the device wait for its copies. The host waits only for the copies from host
+        memory, which H makes first."""
         if self.on_host:
             self.host_copied.wait()
         device.current_stream().wait_event(self.groups[-1][1])
 
 
 class StateCopier:
-    """Copies the state of one device: on an asynchronous one on a stream of its own, and commits in
-    a thread that `close` ends; otherwise in the training thread, whose methods these are.
+    """Copies the state of one device. The state of an asynchronous device is copied on a stream of
+    its own, and committed in a thread that `close` ends; any other in the training thread. Used by
+    the training thread.
 
     Args:
         interrupt: set before collectives are aborted.
@@ -146,7 +148,7 @@ class StateCopier:
         self._thread: Thread | None = None
 
     def begin(self, device: Device) -> None:
-        """The state to copy is on this device. Before the first copy; later ones change nothing."""
+        """Sets the device of the state to copy, before the first copy. Later calls do nothing."""
         if device.asynchronous and self._thread is None:
             self._device = device
             self._stream = device.new_stream()
@@ -166,8 +168,8 @@ class StateCopier:
             vault.register(slot.mapping, register)
 
     def write(self, write: SlotWrite, state: CompositeState) -> None:
-        """Copies and commits the state of a finished step. What an abort may have changed is not
-        committed: then raises what the interrupt raises, here or in `settle`."""
+        """Copies and commits the state of a finished step. A copy that an abort may have changed is
+        not committed; then this method or `settle` raises what the interrupt raises."""
         write.slot.begin()
         targets = [*write.block.targets(write.slot.data, constants=write.constants)]
         groups: list[tuple[int, Event]] = []
@@ -195,7 +197,7 @@ class StateCopier:
         self._start(write, state, groups, on_host)
 
     def confirm(self, state: CompositeState) -> None:
-        """Ends a step without a mirror. Looks at the interrupt as `write` does."""
+        """Ends a step without a mirror. Checks the interrupt as `write` does."""
         self._start(None, state, [(0, self._device.record_event())], [])
 
     def post(self, message: WorkerMessage) -> None:
@@ -223,7 +225,7 @@ class StateCopier:
         self._job = None
 
     def close(self) -> None:
-        """Abandons what is not settled in time. Raises nothing."""
+        """Abandons a mirror that is not settled in time. Raises nothing."""
         limit_s = 1.0 + 4 * self._longest_s
         job = self._job
         if job is not None and not job.done.wait(limit_s):
@@ -272,36 +274,31 @@ class StateCopier:
 
     def _complete(self, job: _Job) -> None:
         """Commits and posts, unless the job is interrupted before its copies are done."""
-        data = memoryview(b"")
-        parts = list[list[slice]]()
-        if job.write is not None:
-            slot = job.write.slot
-            data = slot.data
-            edges = pairwise((0, slot.constant_bytes, slot.weight_bytes, len(data)))
-            parts = [chunk_spans(*edge) for edge in edges][0 if job.write.constants else 1 :]
-        spans = [span for part in parts for span in part]
+        write = job.write
+        parts = [] if write is None else _checksum_parts(write)
+        spans = deque(span for part in parts for span in part)
         checksums: list[Future[int]] = []
         with torch.no_grad():
-            for part, target in job.on_host:
-                target.copy_(part.memory)
+            for state_range, target in job.on_host:
+                target.copy_(state_range.memory)
         job.host_copied.set()
         for stop, event in job.groups:
             if not self._is_reached(event, job):
                 return
-            while len(checksums) < len(spans) and spans[len(checksums)].stop <= stop:
-                chunk = data[spans[len(checksums)]]
+            while write is not None and spans and spans[0].stop <= stop:
+                chunk = write.slot.data[spans.popleft()]
                 checksums.append(self._checksums.submit(xxh3_64_intdigest, chunk))
         job.state.confirm()
-        if (write := job.write) is not None:
-            with self._device.use_stream(self._stream):  # nothing is before its reads any more
+        if write is not None:
+            with self._device.use_stream(self._stream):  # with no work queued before its reads
                 metadata = write.metadata()
-            digests = iter([future.result() for future in checksums])
-            combined = [combine_checksums([*islice(digests, len(part))]) for part in parts]
-            *constants, weights, rest = combined
+            digests = deque(future.result() for future in checksums)
+            combined = [combine_checksums([digests.popleft() for _ in part]) for part in parts]
             if write.constants:
-                [write.slot.constants_checksum] = constants
-            parts_sums = SlotChecksums(weights, rest)
-            write.slot.commit(write.step, metadata, write.pin, parts_sums, write.keep)
+                write.slot.constants_checksum = combined.pop(0)
+            weights, rest = combined
+            sums = SlotChecksums(weights, rest)
+            write.slot.commit(write.step, metadata, write.pin, sums, write.keep)
             write.on_commit()
         with job.lock:
             job.genuine = True
@@ -309,24 +306,36 @@ class StateCopier:
                 self._send(message)
 
     def _is_reached(self, event: Event, job: _Job) -> bool:
-        """Waits for a copy. False if it may have been released by an abort, or was given up."""
+        """Waits for a copy. Returns False if an abort may have released it, or it was given up."""
         while not event.query():
             if self.interrupt.wait(_POLL_S) or self._closing.is_set():
                 return False
         return not (job.abortable and self.interrupt.is_set())
 
 
+def _checksum_parts(write: SlotWrite) -> list[list[slice]]:
+    """Returns the chunks of each part of the slot that has a checksum: the constants, if they are
+    written, the weights, and the rest."""
+    slot = write.slot
+    parts = [
+        chunk_spans(0, slot.constant_bytes),
+        chunk_spans(slot.constant_bytes, slot.weight_bytes),
+        chunk_spans(slot.weight_bytes, len(slot.data)),
+    ]
+    return parts if write.constants else parts[1:]
+
+
 class CopyCost:
     """The cost of mirroring for training, and the interval that bounds it. Durations are smoothed.
 
-    A mirror that training waits for costs what it takes, with its checksum. One that runs `beside`
-    the next step, however long it takes, costs what that step takes longer than one without a
-    mirror, including its wait for the commit.
+    A mirror that training waits for costs its duration, including its checksum. A mirror that runs
+    `beside` the next step costs the time by which that step is longer than a step without a mirror,
+    including the wait for the commit.
     """
 
     def __init__(self, *, beside: bool = False) -> None:
         self.beside = beside
-        self._step_s = 0.0  # `beside`: of a step without a mirror
+        self._step_s = 0.0  # with `beside`, of a step without a mirror
         self._mirrored_step_s = 0.0
         self._mirror_s = 0.0
         self._warmup_steps = 2
@@ -336,7 +345,7 @@ class CopyCost:
     @property
     def interval_steps(self) -> float:
         """Steps between two mirrors that keep their cost within `MIRROR_COST_FRACTION`; 2 while
-        steps with or without a mirror are to be measured."""
+        steps with and without a mirror are still to be measured."""
         is_measured = self._unmirrored_age < _REMEASURE_STEPS and self._mirrored_step_s
         if self.beside and not is_measured:
             return 2.0
@@ -345,8 +354,8 @@ class CopyCost:
         return float(max(1, ceil(self._mirror_s / (MIRROR_COST_FRACTION * self._step_s) - 0.25)))
 
     def step_finished(self, mirrored: bool | None) -> None:
-        """A step ended. `mirrored`: the state of the one before was mirrored; None: into a new
-        slot, which is slower."""
+        """Called when a step has ended. `mirrored`: whether the step before was mirrored; None: it
+        was, into a new slot, which is slower."""
         now = perf_counter()
         took_s, self._last_step_at_s = now - self._last_step_at_s, now
         self._unmirrored_age += 1
@@ -364,12 +373,12 @@ class CopyCost:
             self._mirror_s = max(0.0, self._mirrored_step_s - self._step_s)
 
     def mirror_finished(self, stopped_s: float) -> None:
-        """A mirror into a used slot has stopped training for so long."""
+        """Called when a mirror into a used slot has stopped training for so long."""
         if not self.beside:
             self._mirror_s = smooth(self._mirror_s, stopped_s)
 
 
 def smooth(before: float, now: float, *, limit: float = inf) -> float:
-    """An exponential moving average; `now` if there is no value before. Counts at most `limit`
-    times the average: an evaluation between two steps is none of them."""
+    """Returns an exponential moving average; `now` if there is no value before. A value counts as
+    at most `limit` times the average, so that an evaluation between two steps hardly counts."""
     return before + SMOOTHING_FACTOR * (min(now, limit * before) - before) if before else now

@@ -1,5 +1,5 @@
-"""The metrics of a step: reported by the engine, the user's code and the worker itself, which adds
-what it uses of its CPU and GPU."""
+"""The metrics of a step, from the engine, the user's code and the worker itself, which adds its use
+of CPU and GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RESERVED_PREFIXES = ("phases/", "bytes/", "collectives/", _STREAM_PREFIX)
 _MAX_NAME_CHARACTERS = 128
 
 GPU_INTERVAL_S = 1.0
-"""Between two questions to the driver, which averages over up to a second itself."""
+"""Seconds between two queries of the driver, which itself averages over up to a second."""
 
 
 def read_gpu() -> float | None:
@@ -34,10 +34,10 @@ def read_gpu() -> float | None:
 
 
 class UsageMeter:
-    """Measures from one step to the next. Used by the training thread.
+    """Measures the use of CPU and GPU from one step to the next. Used by the training thread.
 
     Args:
-        clock, cpu: seconds of wall time; CPU seconds of all threads of this process.
+        clock, cpu: return seconds of wall time, and CPU seconds of all threads of this process.
         gpu: as `read_gpu`.
     """
 
@@ -55,12 +55,12 @@ class UsageMeter:
         self.restart()
 
     def restart(self) -> None:
-        """A step begins: what was used until now belongs to none."""
+        """Called when a step begins: the use until now belongs to no step."""
         self._since_s = self._clock()
         self._cpu_since_s = self._cpu()
 
     def end_step(self) -> dict[str, float]:
-        """The gauges of the step that ends here; the next one begins."""
+        """Returns the gauges of the step that ends here; the next step begins."""
         since_s, cpu_since_s = self._since_s, self._cpu_since_s
         self.restart()
         gauges = {}
@@ -84,7 +84,7 @@ class StepReporter:
         self.start_step = 0
         """Finished steps of the state that this generation trains from."""
         self.last_step = 0
-        """The last one that was finished: `start_step`, until this generation has finished one."""
+        """The last finished step: `start_step`, until this generation has finished a step."""
         self._skipped_steps = 0.0
         self._usage = UsageMeter()
         self._last_at_s = monotonic()
@@ -101,8 +101,8 @@ class StepReporter:
         return monotonic() - self._last_at_s
 
     def begin_generation(self, channel: GenerationChannel) -> None:
-        """Reports to this generation from now on. What was added of a step that the earlier one did
-        not finish is forgotten."""
+        """Reports to this generation from now on. Drops the metrics of a step that the previous
+        generation did not finish."""
         self._channel = channel
         self._counters.clear()
         self._gauges.clear()
@@ -141,8 +141,8 @@ class StepReporter:
                 self._gauges[name] = number
 
     def add_skipped(self, skipped_steps: float | None) -> None:
-        """Adds whether the current step was skipped, from how many were until now; None: none
-        more."""
+        """Adds whether the current step was skipped. `skipped_steps`: how many were skipped until
+        now; None: as many as before."""
         total = self._skipped_steps if skipped_steps is None else skipped_steps
         self.add({"skipped": total - self._skipped_steps})
         self._skipped_steps = total
@@ -172,12 +172,12 @@ class StepReporter:
         return report
 
     def leftover_counters(self) -> dict[str, float]:
-        """Counters since the last finished step."""
+        """Returns the counters since the last finished step."""
         return dict(self._counters)
 
 
 def check_name(name: str) -> None:
-    """Raises EngineError if no metric of the user may have it."""
+    """Raises EngineError if a user's metric may not have that name."""
     if not name or len(name) > _MAX_NAME_CHARACTERS or not name.isprintable():
         allowed = f"1 to {_MAX_NAME_CHARACTERS} printable characters"
         raise EngineError(f"ctx.report with a metric named {name[:80]!r}", allowed=allowed)
@@ -198,10 +198,10 @@ def to_number(name: str, value: Any) -> float:
 
 
 def worker_metrics(metrics: Mapping[str, float], mirror: Mirror) -> dict[str, float]:
-    """Metrics of a finished step, in addition to the engine's `metrics`. Takes microseconds.
+    """Returns metrics of a finished step in addition to the engine's `metrics`. Takes microseconds.
 
-    phases/mirror: the mirror after the step before, subtracted from phases/other.
-    checkpoint_s: the same, if it was for a checkpoint.
+    phases/mirror: the time of the mirror after the step before, subtracted from phases/other.
+    checkpoint_s: the same time, if the mirror was for a checkpoint.
     resident_bytes, device_peak_bytes: of this process.
     """
     other_s = metrics.get("phases/other", 0.0)
@@ -219,20 +219,20 @@ def worker_metrics(metrics: Mapping[str, float], mirror: Mirror) -> dict[str, fl
 
 
 _OF_EACH = ("loss", "grad_norm", "lr", "loss_scale", "skipped_steps")
-"""Metrics of the engines after the first one, under their names: `critic/loss`."""
+"""Metrics of each engine after the first one, reported under its name, as `critic/loss`."""
 _SUMMED = ("bytes/", "collectives/")
 
 
 class MetricsMerger:
-    """Makes the metrics of a job's step of those of several engines' steps: the first engine's,
-    with the others' loss and rates beside them, and times, bytes and traffic of all."""
+    """Merges the metrics of several engines' steps into those of a step of the job: the first
+    engine's metrics, loss and rates of each other engine, and times, bytes and traffic of all."""
 
     def __init__(self) -> None:
         self._last: dict[str, Mapping[str, float]] = {}  # of each engine
         self._sums: defaultdict[str, float] = defaultdict(float)
 
     def add(self, engine: str, metrics: Mapping[str, float]) -> None:
-        """Adds a step of an engine; the first one's name is empty."""
+        """Adds a step of an engine; the first engine's name is empty."""
         self._last[engine] = metrics
         for name, value in metrics.items():
             is_phase = name.startswith("phases/") and name != "phases/other"
@@ -245,7 +245,7 @@ class MetricsMerger:
             self._sums["step_tokens"] += metrics["step_tokens"]
 
     def take(self, step: int, step_s: float) -> dict[str, float]:
-        """The metrics of the step that has ended."""
+        """Returns the metrics of the job's step that has ended."""
         sums, self._sums = dict(self._sums), defaultdict(float)
         merged = {"step_s": step_s, **self._last.get("", {}), **sums}
         merged |= {"step": step, "step_s": step_s}
@@ -258,7 +258,10 @@ class MetricsMerger:
         merged["phases/other"] = max(0.0, step_s - in_phases)
         for engine, metrics in self._last.items():
             if engine:
-                merged |= {f"{engine}/{it}": metrics[it] for it in _OF_EACH if it in metrics}
-                for name in filter(lambda it: it.startswith(_SUMMED), metrics):
-                    merged[name] = merged.get(name, 0.0) + metrics[name]
+                merged |= {
+                    f"{engine}/{name}": metrics[name] for name in _OF_EACH if name in metrics
+                }
+                for name in metrics:
+                    if name.startswith(_SUMMED):
+                        merged[name] = merged.get(name, 0.0) + metrics[name]
         return merged

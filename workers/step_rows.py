@@ -1,4 +1,4 @@
-"""Messages of several workers in one record: their reports of a step, and others."""
+"""Records that combine messages of several workers: reports of a step, heartbeats, others."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rayzero.workers.messages import Heartbeat, RankMessage, StepReport, WorkerM
 
 @dataclass(frozen=True)
 class StepRows:
-    """The reports of one step by some workers, with the same gauges: columns, each with an entry
-    for each worker. Made where reports come together, so that a controller handles one object.
+    """The reports of one step by some workers, with the same gauges. The tuples have an entry for
+    each worker. Made where reports come together, so that a controller handles one object.
 
     Args:
-        packed_names: of the gauges, in the order of a report's; pickled, since they are nearly
-            always those of the record before.
-        values: the gauges of the first report, of the second... as float64 of this machine.
+        packed_names: names of the gauges, in the order of a report; pickled, since they are nearly
+            always those of the previous record.
+        values: all gauges of the first report, of the second... as float64 of this machine.
     """
 
     generation: int
@@ -34,12 +34,12 @@ class StepRows:
 
     @cached_property
     def numbers(self) -> array[float]:
-        """The values."""
+        """The gauges in `values`."""
         return array("d", self.values)
 
     @cached_property
     def positions(self) -> dict[str, int]:
-        """Where in each report's gauges a name is."""
+        """The position of each name in a report's gauges."""
         return _positions(self.packed_names)
 
     @property
@@ -47,31 +47,31 @@ class StepRows:
         return tuple(self.positions)
 
     def column(self, name: str, default: float = 0.0) -> Sequence[float]:
-        """The gauge of each report; `default` if they do not have it."""
+        """Returns that gauge of each report; `default` if the reports do not have it."""
         if (position := self.positions.get(name)) is None:
             return [default] * len(self.workers)
         return self.numbers[position :: len(self.positions)]
 
     @cached_property
     def own_s(self) -> list[float]:
-        """The seconds that each rank itself took: without those that it waited for others."""
+        """The seconds that each rank itself took, without its waits for other ranks."""
         pairs = zip(self.column("step_s"), self.column("exposed_comm_s"), strict=True)
         return [max(0.0, step_s - exposed_s) for step_s, exposed_s in pairs]
 
     def gauge(self, row: int, name: str) -> float | None:
-        """A gauge of one report; None if it does not have it."""
+        """Returns a gauge of one report; None if the reports do not have it."""
         position = self.positions.get(name)
         return None if position is None else self.numbers[row * len(self.positions) + position]
 
     def gauges(self, row: int) -> dict[str, float]:
-        """All gauges of one report."""
+        """Returns all gauges of one report."""
         width = len(self.positions)
         numbers = self.numbers[row * width : (row + 1) * width]
         return dict(zip(self.positions, numbers, strict=True))
 
     @property
     def messages(self) -> list[StepReport]:
-        """The reports, by worker. Slow: what thousands of workers send is read by columns."""
+        """The reports, by worker. Slow: reports of thousands of workers are read by columns."""
         return [
             StepReport(self.generation, rank, self.step, counters, self.gauges(row), at_s)
             for row, (rank, counters, at_s) in enumerate(
@@ -82,12 +82,12 @@ class StepRows:
 
 @lru_cache(maxsize=64)
 def _positions(packed_names: bytes) -> dict[str, int]:
-    """The same for all reports with these names: thousands of them share their names."""
+    """Returns `StepRows.positions`. Cached, since thousands of reports share their names."""
     return {name: position for position, name in enumerate(pickle.loads(packed_names))}
 
 
 def combine(workers: Sequence[int], reports: Sequence[StepReport]) -> StepRows:
-    """One record of some workers' reports, of the same step, and with the same gauges."""
+    """Combines some workers' reports of the same step, with the same gauges."""
     first = reports[0]
     values = array("d")
     for report in reports:
@@ -106,7 +106,7 @@ def combine(workers: Sequence[int], reports: Sequence[StepReport]) -> StepRows:
 
 @dataclass(frozen=True, eq=False)
 class Heartbeats:
-    """Heartbeats of some workers that came together: columns, as of `StepRows`."""
+    """Heartbeats of some workers that arrived together, in columns as in `StepRows`."""
 
     workers: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -117,7 +117,7 @@ class Heartbeats:
     waiting: tuple[bool, ...]
 
     def row(self, row: int) -> Heartbeat:
-        """One of them."""
+        """Returns the heartbeat in that row."""
         return Heartbeat(
             self.ranks[row],
             self.steps[row],
@@ -134,13 +134,13 @@ class Heartbeats:
 
 
 def combine_beats(workers: Sequence[int], beats: Sequence[Heartbeat]) -> Heartbeats:
-    """One record of some workers' heartbeats."""
+    """Combines some workers' heartbeats."""
     return Heartbeats(tuple(workers), *zip(*beats, strict=True))
 
 
 @dataclass(frozen=True)
 class NodeMessages:
-    """Other messages of some workers that came together, in their order."""
+    """Other messages of some workers that arrived together, in their order."""
 
     workers: tuple[int, ...]
     messages: tuple[RankMessage, ...]

@@ -1,6 +1,6 @@
 """The training thread: runs the training function, through the generations that it outlives.
 
-Also what it shares with the command threads: stop flags and the progress record.
+Also the objects that it shares with the command threads: stop flags and the progress record.
 
 Rule of ordering: `training-thread` (docs/engine.md).
 """
@@ -42,20 +42,20 @@ class StopFlag(Event):
     """Set by a command thread when the generation is ended, and before its collectives are aborted.
 
     Attributes:
-        group_error: why the process group failed, if it was set for that.
+        group_error: why the process group failed, if the flag was set for that.
     """
 
     def __init__(self, leave: Callable[[], NoReturn]) -> None:
         """
         Args:
-            leave: what `check` calls once it is set.
+            leave: called by `check` once the flag is set.
         """
         super().__init__()
         self.group_error = ""
         self._leave = leave
 
     def fail(self, error: str) -> None:
-        """Sets it because the process group failed: the generation ends with that error."""
+        """Sets the flag because the process group failed: the generation ends with that error."""
         self.group_error = error
         self.set()
 
@@ -89,14 +89,14 @@ class ProgressRecord:
         self._state = self._state[0]._replace(phase=phase, waiting=False), self._clock()
 
     def renew(self) -> None:
-        """A sign of life within a phase."""
+        """Records a sign of life within a phase."""
         self._state = self._state[0], self._clock()
 
     def begin_step(self, step: int) -> None:
         self._state = self._state[0]._replace(step=step, waiting=False), self._clock()
 
     def set_waiting(self, collective: int, waiting: bool) -> None:
-        """A wait for other ranks starts or ends."""
+        """Records that a wait for other ranks in a collective starts or ends."""
         heartbeat = self._state[0]._replace(collective=collective, waiting=waiting)
         self._state = heartbeat, self._clock()
 
@@ -110,10 +110,10 @@ class GenerationChannel:
 
     Attributes:
         interrupt: makes the training thread leave the generation at its next report, phase or step.
-        drain: the same, before the step after one that all ranks agree on and have mirrored.
-        drained: whether they have: no further step begins.
-        new_shares: by which to divide the samples of later steps, once all ranks agree; or empty.
-        divides: whether they have agreed: where the next step begins.
+        drain: makes it leave after a step that all ranks agree on and have mirrored.
+        drained: whether all ranks have mirrored that step: no further step begins.
+        new_shares: shares that divide the samples of later steps once all ranks agree; or empty.
+        divides: whether all ranks have agreed to divide where the next step begins.
         fenced: whether waits for peers are being aborted until the training thread has left.
         reforming: whether the function outlives the generation: it waits for the next one where no
             step is running.
@@ -150,9 +150,9 @@ class GenerationChannel:
         self._give_up = give_up
 
     def leave(self) -> NoReturn:
-        """Leaves the generation. Raises CollectiveError, as for a lost peer, to a function that
-        outlives it; SystemExit where the job is stopped. Any other function is never returned to:
-        its process is replaced."""
+        """Leaves the generation. Raises CollectiveError, as for a lost peer, in a function that
+        outlives it; SystemExit if the job is stopped. Never returns to any other function, whose
+        process is replaced."""
         if self.ending:
             raise SystemExit("the job was stopped")
         if self.reforming:
@@ -177,12 +177,12 @@ class TrainingThread:
         """
         self._on_left = on_left
         self._thread: Thread | None = None
-        self._channel: GenerationChannel | None = None  # of the generation that it is in
+        self._channel: GenerationChannel | None = None  # of the present generation
         self._next: SimpleQueue[tuple[Assignment, GenerationChannel]] = SimpleQueue()
         self._parked = Event()
-        self._is_ahead = False  # its generation has not begun
+        self._is_ahead = False  # the function was called, but its generation has not begun
         self._end: WorkerMessage | None = None
-        self._end_lock = Lock()  # of it, where the next generation begins at once
+        self._end_lock = Lock()  # of `_end`: the next generation may begin at the same time
 
     def start(
         self, channel: GenerationChannel, body: Callable[[], WorkerMessage], *, ahead: bool = False
@@ -190,10 +190,10 @@ class TrainingThread:
         """Runs `body`, from joining the group to the end message, in the training thread.
 
         Args:
-            ahead: of its generation, which `resume` begins.
+            ahead: the function is called ahead of its generation, which `resume` begins.
 
         Raises:
-            EngineError: it has run in this process.
+            EngineError: a training function was called in this process before.
         """
         if self._thread is not None:
             raise EngineError(
@@ -209,22 +209,22 @@ class TrainingThread:
         self._thread.start()
 
     def park(self, *, drained: bool, keeps_rank: bool) -> tuple[Assignment, GenerationChannel]:
-        """Called on the training thread: leaves the generation as at the function's end, posts the
-        message of that, and returns the next generation. Raises what made the device, and so this
-        process, useless."""
+        """Leaves the generation as at the function's end, posts the message of its end, and returns
+        the next generation. Called on the training thread. Raises the error that made the device,
+        and so this process, unusable."""
         channel = self._present_channel
         memory, error = self._release(channel, drained=drained)
         if error is not None:
             raise error
-        left = self._left_message(channel, memory)
+        message = self._left_message(channel, memory)
         self._parked.set()
         channel.left.set()
-        channel.post(replace(left, stays=True, keeps_rank=keeps_rank))
+        channel.post(replace(message, stays=True, keeps_rank=keeps_rank))
         return self._await_next()
 
     def await_begin(self) -> tuple[Assignment, GenerationChannel]:
-        """Returns the generation ahead of which the function was called, once it begins. Called on
-        the training thread."""
+        """Waits until the generation begins ahead of which the function was called; returns that
+        generation. Called on the training thread."""
         channel = self._present_channel
         channel.left.set()
         channel.post(Prepared(channel.generation, channel.rank))
@@ -236,8 +236,8 @@ class TrainingThread:
         return following
 
     def resume(self, assignment: Assignment, channel: GenerationChannel) -> bool:
-        """Lets the function continue in the next generation, if it waits for that; one that was
-        called ahead, if it has not come to where it waits, too."""
+        """Lets a function that waits for the next generation continue in it; also one that was
+        called ahead of it and has not come to its wait. Returns False for any other."""
         if not self._parked.is_set():
             return False
         self._parked.clear()
@@ -250,8 +250,8 @@ class TrainingThread:
         return True
 
     def give_up(self) -> NoReturn:
-        """Called on the training thread: leaves the generation as at the function's end, posts the
-        message of that, and waits for the end of the process. No exception is raised in the
+        """Leaves the generation as at the function's end, posts the message of its end, and waits
+        for the end of the process. Called on the training thread. No exception is raised in the
         function, which could catch it and continue in a generation that has ended."""
         channel = self._present_channel
         drained = channel.drained and not channel.interrupt.is_set()
@@ -261,7 +261,7 @@ class TrainingThread:
             message = _crashed(channel, error)
         channel.left.set()
         channel.post(message)
-        current_thread().name = "rayzero-given-up"  # no stacks are asked for it any more
+        current_thread().name = "rayzero-given-up"  # stack dumps do not take it for training
         while True:
             Event().wait()
 
@@ -272,8 +272,8 @@ class TrainingThread:
         return self._channel
 
     def heartbeat(self, channel: GenerationChannel) -> Heartbeat:
-        """The thread's progress. Inside torch.distributed it waits for other ranks, also in a
-        collective of the training function's own, which the engine does not announce."""
+        """Returns the thread's progress. Inside torch.distributed the thread counts as waiting for
+        other ranks: the engine does not announce the training function's own collectives."""
         beat = channel.progress.heartbeat()
         ident = self._thread.ident if self._thread is not None else None
         if beat.waiting or ident is None:
@@ -289,7 +289,7 @@ class TrainingThread:
             message = self._describe_error(self._present_channel, error)
         with self._end_lock:
             self._end = message
-            if not self._next.empty():  # it was called ahead, and has not come to its generation
+            if not self._next.empty():  # the function was called ahead, and ended before its wait
                 _, self._channel = self._next.get()
         self._post_end(self._present_channel, message)
 
@@ -307,7 +307,7 @@ class TrainingThread:
         for error in (raised, release_error):
             if error is not None and has_device_failed(error):
                 return _crashed(channel, error)
-        # While a stop is wanted every exception counts as one: a collective that is aborted, and
+        # After a request to stop, every exception counts as the stop: an aborted collective, and
         # what follows from its result, raises many types.
         if stop.is_set() or channel.ending:
             return self._left_message(channel, memory)
@@ -316,7 +316,7 @@ class TrainingThread:
     def _left_message(
         self, channel: GenerationChannel, memory: InProcessStateInfo | None
     ) -> Crashed | Stopped:
-        """The message for a generation that was ended from outside, or by its process group."""
+        """Returns the message for a generation ended from outside, or by its process group."""
         generation, rank = channel.generation, channel.rank
         if error := channel.interrupt.group_error:
             step = channel.progress.step
@@ -326,7 +326,8 @@ class TrainingThread:
     def _release(
         self, channel: GenerationChannel, *, drained: bool
     ) -> tuple[InProcessStateInfo | None, BaseException | None]:
-        """The state left in memory; none, and the error, if releasing the generation failed."""
+        """Releases the generation; returns the state left in memory. If that fails, returns no
+        state, and the error."""
         try:
             return self._on_left(drained), None
         except BaseException as error:  # noqa: BLE001  # the end message must be posted

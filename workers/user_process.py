@@ -17,7 +17,7 @@ from rayzero.workers.worker_status import WorkerStatus
 
 
 class UserProcess:
-    """Its output tees and its outbox live as long as the process."""
+    """A process that calls a user's function. Output tees and outbox live as long as that."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
@@ -25,7 +25,7 @@ class UserProcess:
         self._tees: tuple[LineTee, ...] = ()
 
     log_role = ""
-    """Of this process in the log; empty for a rank."""
+    """The role of this process in the log; empty for a rank."""
 
     @property
     def log_number(self) -> int:
@@ -33,12 +33,12 @@ class UserProcess:
         raise NotImplementedError
 
     def status(self, info: WorkerInfo, group: str) -> WorkerStatus:
-        """See `WorkerStatus`; only ranks have generations."""
+        """Returns the `WorkerStatus`. Only ranks have generations."""
         return WorkerStatus(info, group)
 
     @property
     def members(self) -> tuple[WorkerInfo, ...]:
-        """The members of its newest generation, by rank."""
+        """The members of the newest generation, by rank."""
         return ()
 
     def begin_output(self) -> None:
@@ -58,7 +58,7 @@ class UserProcess:
                 f"workers.gpus: {self._spec.gpus:g}, but torch {torch.__version__} finds no CUDA"
                 " device on the worker's node",
                 allowed="`workers.gpus: 0`, or nodes with a CUDA device and a torch built for CUDA",
-                fix="workers.gpus in the job file, or torch on the nodes",
+                fix="correct workers.gpus in the job file, or install torch for CUDA on the nodes",
             )
         return torch.device("cuda", 0)  # Ray makes only the worker's own device visible
 

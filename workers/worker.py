@@ -52,20 +52,20 @@ from rayzero.workers.vault.records import SlotInfo
 from rayzero.workers.worker_status import GenerationRecord, WorkerStatus
 
 FENCE_INTERVAL_S = 0.1
-"""How often a fenced generation's waits for peers are aborted until its thread has left."""
+"""Seconds between two aborts of a fenced generation's waits, until its training thread has left."""
 DEVICE_EXIT_S = 10.0
-"""How long a process without a usable device waits for the controller, which has its report by then
-and kills it, before it ends itself."""
+"""How long a process whose device is unusable waits for the controller to kill it, before it ends
+itself. The controller has the process's report by then."""
 DEVICE_EXIT_CODE = 70
-"""EX_SOFTWARE: of a process that ended itself."""
+"""The exit code of a process that ended itself: EX_SOFTWARE."""
 
 
 class WorkerProcess(UserProcess, WorkerCalls):
     """One worker process. Its methods are called by the command threads; none of them waits long
     for the training thread, so the worker always answers.
 
-    Output tees, outbox and store live as long as the process, a context and its channel for one
-    generation.
+    Output tees and outbox live as long as the process, session and context for one call of the
+    training function, a channel for one generation.
     """
 
     def __init__(self, spec: WorkerSpec, index: int) -> None:
@@ -79,13 +79,13 @@ class WorkerProcess(UserProcess, WorkerCalls):
         self._training_thread = TrainingThread(on_left=self._on_left)
         self._channel = self._new_channel(generation=0, rank=index)
         self._record = GenerationRecord()
-        self._session: JobSession | None = None  # of the call of the training function that runs
+        self._session: JobSession | None = None  # of the running call of the training function
         self._notes: Notes | None = None  # of that function, once it has ended
         self._error_polling = ExitStack()  # of the process group
         self._train_function: TrainFunction | None = None
         self._store: StoreServer | None = None
         self.node_address = "127.0.0.1"
-        """Where the store listens."""
+        """The address on which the store listens."""
         self.begin_output()
 
     def open_store(self) -> int:
@@ -103,9 +103,10 @@ class WorkerProcess(UserProcess, WorkerCalls):
             self._train_function = load_train_function(self._spec.entrypoint, self._spec.args)
         with suppress(ConfigError):
             process_group.warm_up_torch(self._select_device())
-        for setting, seen in contradictions(os.environ) if self._spec.gpus else ():
-            text = f"{seen} is set, not {setting.value}: {setting.otherwise}"
-            self._post_log("stderr", text)
+        if self._spec.gpus:
+            for setting, seen in contradictions(os.environ):
+                text = f"{seen} is set, not {setting.value}: {setting.otherwise}"
+                self._post_log("stderr", text)
 
     def assign(self, generation: GenerationSpec, member: RankAssignment) -> None:
         assignment = Assignment(**vars(member), **vars(generation))
@@ -118,7 +119,7 @@ class WorkerProcess(UserProcess, WorkerCalls):
             self._training_thread.start(channel, body, ahead=assignment.is_ahead)
 
     def poll(self, timeout_s: float) -> list[WorkerMessage]:
-        """The messages since the last poll, and a heartbeat at the end; waits for the first."""
+        """Returns the messages since the last poll, then a heartbeat. Waits for a message."""
         return [*self._outbox.poll(timeout_s), self._training_thread.heartbeat(self._channel)]
 
     def status(self, info: WorkerInfo, group: str) -> WorkerStatus:
@@ -155,16 +156,16 @@ class WorkerProcess(UserProcess, WorkerCalls):
             return
         session = self._session
         if session is not None and session.outlives_generation and not channel.ending:
-            channel.reforming = True  # before the interrupt, which then gives nothing up
+            channel.reforming = True  # before the interrupt, so that the function is not given up
         channel.interrupt.set()
-        with process_group.group_lock:  # a command may assign the next one concurrently
+        with process_group.group_lock:  # a command may assign the next generation concurrently
             if session is not None and channel.reforming and self._channel is channel:
                 session.break_group("the generation was ended")
         self._begin_abort(channel)
 
     def _begin_abort(self, channel: GenerationChannel) -> None:
-        """Aborts its waits for peers. The thread ends with the training thread's function; one that
-        stays is killed with the process by the hang detector."""
+        """Aborts the generation's waits for peers, in a thread that runs until the training thread
+        has left. If that never leaves, the hang detector kills the process."""
         if channel.fenced:
             return
         channel.fenced = True
@@ -173,8 +174,8 @@ class WorkerProcess(UserProcess, WorkerCalls):
         fencing.start()
 
     def _abort_waits(self, channel: GenerationChannel) -> None:
-        """Runs until the training thread has left: it may be about to start a wait for peers, now
-        or after a long call."""
+        """Aborts until the training thread has left, which may be about to start a wait for peers,
+        now or after a long call."""
         while True:
             with process_group.group_lock:
                 if self._channel is not channel:
@@ -212,7 +213,7 @@ class WorkerProcess(UserProcess, WorkerCalls):
             return self._retained.salvage(vault, step)
         except RayzeroError:
             raise
-        except Exception as error:  # torch's, whose device may have failed since; or a caller's
+        except Exception as error:  # of torch, if the device has failed since, or of user code
             raise EngineError(f"the state in memory cannot be copied: {error}") from error
 
     def dump_stack(self) -> Stacks:
@@ -221,21 +222,22 @@ class WorkerProcess(UserProcess, WorkerCalls):
     def _enter(
         self, assignment: Assignment, channel: GenerationChannel, *, continues: bool = False
     ) -> Membership:
-        """Begins a generation; `continues`: with the engine of the previous one. One that is ahead
-        is only made known."""
+        """Begins a generation; `continues`: with the engines of the previous one. A generation that
+        has not begun yet is only made known to torch."""
         device = self._device
         self.inject(assignment.faults)
         injector = WorkerFaultInjector(self._fault_schedule, assignment.rank)
         if assignment.is_ahead:
             channel.progress.enter_phase("start")
-            self._retained.begin_generation(assignment)  # the vault detects its death
+            self._retained.begin_generation(assignment)  # the vault detects this process's death
             process_group.plan_process_group(assignment, device, self._begin)
             return Membership(assignment, channel, injector)
         step = 1 + (assignment.restore.step if assignment.restore else 0)
         channel.progress.enter_phase("join")
         injector.on_phase("join", step)
-        # After a return or a drain the last generation's group still exists. It, what is queued on
-        # the device and the last engine end in this order, before a new group needs their memory.
+        # After a return or a drain the previous generation's group still exists. This ends first
+        # the group, then the work queued on the device, then the previous engine, before a new
+        # group needs their memory.
         process_group.abort_default_group(device, channel.sockets)
         get_device(device).synchronize(self._device_timeout_s)
         # Before joining: the vault must detect a death during rendezvous, too.
@@ -261,7 +263,7 @@ class WorkerProcess(UserProcess, WorkerCalls):
             self._session.begin()
 
     def _read_calls(self) -> dict[str, Any] | None:
-        """Reads what collectives of the first function returned: see `FunctionCollectives`."""
+        """Reads what the first function's collectives returned: see `FunctionCollectives`."""
         session = self._session
         if session is None:
             return None
@@ -269,8 +271,8 @@ class WorkerProcess(UserProcess, WorkerCalls):
             return None if source is None else read_calls(source, session.assignment.rank)
 
     def _run_function(self, assignment: Assignment, channel: GenerationChannel) -> WorkerMessage:
-        """Calls the training function, and returns the message of its end: that of the generation
-        that it is in then."""
+        """Calls the training function. Returns the message of its end, for the generation in which
+        it ended."""
         function = self._train_function = self._train_function or load_train_function(
             self._spec.entrypoint
         )
@@ -312,7 +314,7 @@ class WorkerProcess(UserProcess, WorkerCalls):
         self._training_thread.give_up()
 
     def _end_call(self) -> None:
-        """The training function has ended, or is given up."""
+        """Called when the training function has ended, or is given up."""
         session, self._session = self._session, None
         if session is not None:
             self._notes = self._take_notes(session)
@@ -333,11 +335,11 @@ class WorkerProcess(UserProcess, WorkerCalls):
 
     @property
     def _collective_timeout_s(self) -> float:
-        """A fallback: hang detection by heartbeats normally aborts the collective before."""
+        """A fallback: normally hang detection by heartbeats aborts a collective before."""
         return 2 * self._spec.patience_s + 10
 
     def _on_left(self, drained: bool) -> InProcessStateInfo | None:
-        if not drained:  # after a drain the next generation aborts it, once all ranks have left
+        if not drained:  # after a drain `_enter` aborts the group, once all ranks have left
             process_group.abort_default_group(self._device, self._channel.sockets)
         get_device(self._device).check_health(self._device_timeout_s)
         return self._retained.in_process_state()
@@ -358,16 +360,16 @@ class WorkerProcess(UserProcess, WorkerCalls):
     def _post(self, message: WorkerMessage) -> None:
         if isinstance(message, Stopped | Crashed | Finished):
             message = replace(message, notes=self._notes)
-        self._record.note(message)  # first: what is in no outbox any more is in the record
+        self._record.note(message)  # first: a message that has left the outbox is in the record
         self._outbox.post(message)
         if isinstance(message, Crashed) and message.kind == "device":
-            # The process is useless, and holds the device's memory.
+            # The process cannot work any more, and holds the device's memory.
             ending = Timer(DEVICE_EXIT_S, os._exit, [DEVICE_EXIT_CODE])
             ending.daemon = True
             ending.start()
 
     def _json_result(self, result: Any) -> dict[str, Any] | None:
-        """The function's result as JSON; None, with a log line, if it is large or not encodable."""
+        """Returns the function's result as JSON; None, with a log line, if it cannot be encoded."""
         try:
             return None if result is None else encode_result(result)
         except Exception as error:  # noqa: BLE001  # the values' own code runs; training is done

@@ -1,4 +1,4 @@
-"""The part of a generation that a worker remembers for a controller that has not formed it."""
+"""A worker's record of its newest generation, for a controller that has not formed it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KEPT = (Joined, Restored, StepDivided, Divided, Finished, Stopped, Crashed)
 
 @dataclass(frozen=True)
 class FunctionBegin:
-    """The rank, of so many, and the generation in which a training function was called."""
+    """The rank, number of ranks and generation at the call of a training function."""
 
     rank: int
     world_size: int
@@ -37,16 +37,16 @@ class WorkerStatus:
     """The answer of a worker to a controller that has not started it.
 
     Args:
-        group: the id of the placement group that it runs in.
-        assignment: of its newest generation, without the lists that grow with the number of ranks;
-            None: it never had one.
-        begin: of its training function; None: that was not called, or is called ahead.
-        messages: those that are sent once in a generation, as far as it has come in this one.
-        step: the newest that it has reported in it; 0: none.
-        is_leaving: its controller has ordered it to leave.
-        role: its role; empty: it is a rank's worker. One of a role has no generation; `messages`
-            has the end of its function.
-        number: in its role; None: its function was not called.
+        group: the id of the worker's placement group.
+        assignment: of the newest generation, without the lists that grow with the number of ranks;
+            None: the worker never had one.
+        begin: call of the training function; None: not called, or called ahead.
+        messages: of the newest generation, those that are sent once in a generation.
+        step: the newest step reported in that generation; 0: none.
+        is_leaving: the controller has ordered the worker to leave that generation.
+        role: the worker's role; empty for a rank. A role's worker has no generation; its `messages`
+            have the end of its function.
+        number: the worker's number in its role; None: its function was not called.
     """
 
     info: WorkerInfo
@@ -61,7 +61,7 @@ class WorkerStatus:
 
     @property
     def generation(self) -> int:
-        """0 without one."""
+        """The number of the newest generation; 0 without one."""
         return 0 if self.assignment is None else self.assignment.generation
 
     def has_sent(self, *kinds: type[RankMessage]) -> bool:
@@ -84,18 +84,18 @@ class GenerationRecord:
         return () if self._assignment is None else self._assignment.members
 
     def assign(self, assignment: Assignment) -> None:
-        """The worker is about to begin a generation."""
+        """Called when the worker is about to begin a generation."""
         new = FunctionBegin(assignment.rank, assignment.world_size, assignment.generation)
         with self._lock:
             if not assignment.is_ahead:
                 self._begin = self._begin or new
             self._assignment, self._step = assignment, 0
             self._messages = tuple(
-                it for it in self._messages if it.generation == assignment.generation
+                sent for sent in self._messages if sent.generation == assignment.generation
             )
 
     def note(self, message: WorkerMessage) -> None:
-        """The worker is about to send a message."""
+        """Called when the worker is about to send a message."""
         if isinstance(message, StepReport):
             self._step = message.step
         elif isinstance(message, _KEPT):
@@ -110,5 +110,5 @@ class GenerationRecord:
         if assignment.restore is not None:
             assignment = replace(assignment, restore=replace(assignment.restore, slots=()))
         assignment = replace(assignment, members=(), notes=b"")
-        messages = tuple(it for it in messages if it.generation == assignment.generation)
+        messages = tuple(sent for sent in messages if sent.generation == assignment.generation)
         return WorkerStatus(info, group, assignment, begin, messages, self._step, is_leaving)

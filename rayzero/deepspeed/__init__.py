@@ -1,8 +1,8 @@
 """DeepSpeed's names over rayzero's engine, for scripts that say `import deepspeed`.
 
 `rayzero.deepspeed.install()` makes `import deepspeed` and its submodules mean this package;
-`python -m rayzero.deepspeed script.py ...` runs a script with that done. `engine.py` has its
-engine, over rayzero's, `names.toml` all its names.
+`python -m rayzero.deepspeed script.py ...` runs a script with that done. `engine.py` has
+DeepSpeed's engine, over rayzero's; `names.toml` has all names.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ __all__ += ["checkpointing", "runtime", "zero"]  # set by `add_alias_modules`
 
 @wraps(rayzero_initialize)
 def initialize(*arguments: Any, **options: Any) -> Any:
-    """`rayzero.initialize`, after which there is always a process group.
+    """Calls `rayzero.initialize`, after making sure that there is a process group.
 
-    A script that runs alone gets a group of one rank: its code may ask torch.distributed for the
+    A script that runs alone gets a group of one rank, because it may ask torch.distributed for its
     rank.
     """
     init_distributed(

@@ -20,7 +20,7 @@ _USAGE = "usage: python -m rayzero.deepspeed (script.py | -m module) [arguments]
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code, 2 for a mistake in the command; the script's errors propagate."""
+    """Returns the exit code, 2 for a mistake in the command. The script's errors propagate."""
     as_module = arguments[:1] == ["-m"]
     rest = arguments[1:] if as_module else arguments
     if not rest or rest[0] in ("-h", "--help"):

@@ -45,7 +45,7 @@ _OF_CUDA: Mapping[str, tuple[str, Any]] = {
     "get_rng_state": ("get_rng_state", lambda *device: torch.get_rng_state()),
     "set_rng_state": ("set_rng_state", lambda state, *device: torch.set_rng_state(state)),
 }
-"""{name: (torch.cuda's, what it returns on the CPU, or a function for it)}."""
+"""{name: (name in torch.cuda, its result on the CPU, or the function for the CPU)}."""
 
 _VALUES: Mapping[str, tuple[Any, Any]] = {
     **dict.fromkeys(("is_available", "is_fp16_supported", "is_fp64_supported"), (True, True)),
@@ -62,7 +62,7 @@ _VALUES: Mapping[str, tuple[Any, Any]] = {
     "get_compile_backend": ("inductor", "inductor"),  # torch.compile's default
     "random": (torch.random, torch.random),
 }
-"""{method: (what it returns on CUDA, and on the CPU)}."""
+"""{method: (its result on CUDA, its result on the CPU)}."""
 
 _DTYPES = {
     "FloatTensor": torch.float32,
@@ -76,7 +76,7 @@ _DTYPES = {
 
 
 def host_memory(pages: str) -> int:
-    """Bytes of the host's memory: all (`PHYS`), or what is free (`AVPHYS`)."""
+    """Returns the bytes of the host's memory: all (`PHYS`), or the free ones (`AVPHYS`)."""
     return os.sysconf(f"SC_{pages}_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -94,8 +94,8 @@ class Accelerator:
                 return attrgetter(function)(torch.cuda)
             return on_cpu if callable(on_cpu) else lambda *_, **__: on_cpu
         if name in _VALUES:
-            value = _VALUES[name][not self._cuda]
-            return lambda: value
+            on_cuda, on_cpu = _VALUES[name]
+            return lambda: on_cuda if self._cuda else on_cpu
         if name in _DTYPES:
             return partial(self._make_tensor, _DTYPES[name])
         known = (*dir(type(self)), *_OF_CUDA, *_VALUES, *_DTYPES)
@@ -103,7 +103,7 @@ class Accelerator:
         raise refused_attribute(owner, "Accelerator", name, known)
 
     def device_name(self, device_index: int | None = None) -> str:
-        """`cuda`, `cuda:1` or `cpu`."""
+        """Returns `cuda`, `cuda:1` or `cpu`."""
         return f"cuda:{device_index}" if self._cuda and device_index is not None else self._name
 
     def device(self, device_index: int | None = None) -> torch.device:
@@ -120,11 +120,11 @@ class Accelerator:
         return tensor.device.type == self._name
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the device, on the CPU of the host."""
+        """Returns the bytes of the GPU's memory, or on the CPU of the host's."""
         return torch.cuda.mem_get_info(device_index)[1] if self._cuda else host_memory("PHYS")
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes that are free on the device, on the CPU on the host."""
+        """Returns the free bytes of the GPU's memory, or on the CPU of the host's."""
         return torch.cuda.mem_get_info(device_index)[0] if self._cuda else host_memory("AVPHYS")
 
     def default_generator(self, device_index: int) -> torch.Generator:
@@ -153,7 +153,7 @@ class Accelerator:
         return bool(tensor.is_pinned()) if self._cuda else True
 
     def _make_tensor(self, dtype: torch.dtype, *values: Any) -> torch.Tensor:
-        """A tensor on the device from values, or one of these sizes."""
+        """Returns a tensor on the device with these values, or an empty one of these sizes."""
         device = self.current_device_name() if self._cuda else "cpu"
         if values and all(isinstance(value, int) for value in values):
             return torch.empty(values, dtype=dtype, device=device)

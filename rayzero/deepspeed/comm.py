@@ -1,6 +1,6 @@
-"""`deepspeed.comm`: torch.distributed, and a few names that it does not have.
+"""`deepspeed.comm`: torch.distributed, and a few names that torch.distributed does not have.
 
-For the script's collectives; the engine's go through `engine/comm`.
+The script's collectives use this module; the engine's go through `engine/comm`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ __all__ = [
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
-    """This rank's number; 0 without a group."""
+    """Returns this rank's number; 0 without a process group."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Ranks; 1 without a group."""
+    """Returns the number of ranks; 1 without a process group."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def get_local_rank() -> int:
-    """This rank's number on its node."""
+    """Returns this rank's number on its node."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -48,17 +48,17 @@ def get_world_group() -> Any:
 
 
 def is_initialized() -> bool:
-    """Whether there is a process group."""
+    """Returns whether there is a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def get_all_ranks_from_group(group: dist.ProcessGroup | None = None) -> list[int]:
-    """The ranks of a group, by default of all."""
+    """Returns the ranks of a group, by default all ranks."""
     return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
 def get_global_rank(group: dist.ProcessGroup | None = None, group_rank: int = 0) -> int:
-    """The rank in the world of a group's rank."""
+    """Returns the global rank of a rank in a group."""
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
@@ -67,15 +67,15 @@ _OTHER_NAMES = {
     "reduce_scatter_fn": "reduce_scatter_tensor",
     "inference_all_reduce": "all_reduce",
 }
-"""{DeepSpeed's function: torch's}."""
+"""{DeepSpeed's function: torch's function}."""
 
 
 _COMPARED_BY_TORCH = ("isend", "irecv")
-"""Functions that `P2POp` compares with torch's own."""
+"""Functions that must stay torch's own, because `P2POp` compares them."""
 
 
 def _without_logging(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A collective that also accepts DeepSpeed's options for its log of collectives."""
+    """Returns a collective that also accepts DeepSpeed's options for its log of collectives."""
 
     @wraps(function)
     def call(
@@ -89,7 +89,7 @@ def _without_logging(function: Callable[..., Any]) -> Callable[..., Any]:
 def __getattr__(name: str) -> Any:
     if name == "cdb":  # DeepSpeed's backend, None before init_distributed
         return sys.modules[__name__] if is_initialized() else None
-    if name == "default_pg_timeout":  # as the environment is when it is asked for
+    if name == "default_pg_timeout":  # read from the environment at each access
         return timedelta(minutes=int(os.getenv("DEEPSPEED_TIMEOUT", "10")))
     name = _OTHER_NAMES.get(name, name)
     if name.startswith("_") or not hasattr(dist, name) or name in REFUSED["comm"]:

@@ -1,6 +1,6 @@
 """DeepSpeed's config object: the config's values under DeepSpeed's names.
 
-Names follow from the config's keys (`PATHS`); what does not is in `names.toml`.
+Most names follow from the config's keys (`PATHS`); the others are in `names.toml`.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ PATHS: Mapping[str, str] = {
 
 
 class DeepSpeedConfig:
-    """DeepSpeed's config object: what `engine._config` is. Read-only.
+    """DeepSpeed's config object, the type of `engine._config`. Read-only.
 
-    Attributes are those of DeepSpeed's; a size that is None is chosen by the engine. Batch sizes
-    are those in effect.
+    It has the attributes of DeepSpeed's class. A size that is None is chosen by the engine. Batch
+    sizes are those in effect.
 
     Args:
         config: a path, a dict, or an `EngineConfig`.
         mpu, mesh_device: refused.
-        batches: by default those that follow from the config and the number of ranks.
+        batches: batch sizes in effect; by default those for the config and the number of ranks.
 
     Raises:
         ConfigError: the config is invalid, or its batch sizes do not fit the number of ranks, which
@@ -94,8 +94,8 @@ class DeepSpeedConfig:
 
     @property
     def _param_dict(self) -> dict[str, Any]:
-        """The config as nested dicts: the keys that were given, and always the batch sizes in
-        effect and `zero_optimization.stage`."""
+        """The config as nested dicts: the given keys, and always the batch sizes in effect and
+        `zero_optimization.stage`."""
         given = self._config.model_dump(mode="json", exclude_unset=True)
         stage = {"stage": self._config.zero_optimization.stage}
         given["zero_optimization"] = stage | given.get("zero_optimization", {})
@@ -107,19 +107,20 @@ class DeepSpeedConfig:
 
     @property
     def monitor_config(self) -> MonitorConfig:
-        """The sections of monitors."""
+        """The config's sections of monitors."""
         return MonitorConfig(
             **{name: getattr(self._config, name) for name in MonitorConfig.model_fields}
         )
 
     @property
     def torch_autocast_dtype(self) -> torch.dtype | None:
-        """The dtype of autocast; None where it is off."""
+        """The dtype of autocast; None if autocast is off."""
         section = self._config.torch_autocast
         return CONFIG_DTYPES[section.dtype] if section.enabled else None
 
     def __getattr__(self, name: str) -> Any:
-        """The value at a path, None below a section that is not given; or `<section>_enabled`."""
+        """Returns the value at the path of `name`, None below a section that is not given; or the
+        value of `<section>_enabled`."""
         is_switch = name.endswith("_enabled") and name not in PATHS
         path = PATHS.get(name.replace("_enabled", "_config") if is_switch else name)
         if path is None or "_config" not in self.__dict__:
@@ -143,7 +144,7 @@ class ZeroStageEnum(IntEnum):
 
 
 class OffloadDeviceEnum(StrEnum):
-    """Its members are text, and may stand in configs."""
+    """Devices of offloading. The members are strings, and may be used in configs."""
 
     none = "none"
     cpu = "cpu"
@@ -157,8 +158,8 @@ OffloadStateTypeEnum = StrEnum(
 
 
 class DeepSpeedZeroConfig(ZeroConfig):
-    """The section `zero_optimization`, also with old names; a section of offloading that is not
-    given is None, and `overlap_comm` is DeepSpeed's default."""
+    """The section `zero_optimization`, which accepts old names, too. A section of offloading that
+    is not given is None. `overlap_comm` has DeepSpeed's default."""
 
     offload_optimizer: OffloadOptimizerConfig | None = None  # type: ignore[assignment]
     offload_param: OffloadParamConfig | None = None  # type: ignore[assignment]

@@ -1,9 +1,9 @@
 """`DeepSpeedEngine`: an `nn.Module` with the names of DeepSpeed's engine, which has an `Engine`.
 
 A name is looked up in this class, in `engine_names.py`, in the engine, and in the model:
-`engine.generate` is `engine.module.generate`. It registers nothing: every method of `nn.Module`
-that is not defined here is the model's. So parameters keep the model's names, and a module that
-holds an engine sees the model.
+`engine.generate` is `engine.module.generate`. The class registers no submodules: every method of
+`nn.Module` that is not defined here is the model's. So parameters keep the model's names, and a
+module that holds an engine sees the model.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class DeepSpeedEngine(nn.Module):
     def __getattribute__(self, name: str) -> Any:
         if name not in _OF_MODEL:
             return object.__getattribute__(self, name)
-        if name in REFUSED["DeepSpeedEngine"]:  # it would replace the engine's parameters
-            raise AttributeError(name)  # of which `__getattr__` makes one that says what to use
+        if name in REFUSED["DeepSpeedEngine"]:  # the method would replace the engine's parameters
+            raise AttributeError(name)  # then `__getattr__` raises an error that says what to use
         return getattr(self._engine.module, name)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_engine":  # not made yet
+        if name == "_engine":  # not set yet
             raise AttributeError(name)
         if name in CONSTANTS:
             return CONSTANTS[name]
@@ -69,7 +69,7 @@ class DeepSpeedEngine(nn.Module):
         raise refused_attribute(owner, "DeepSpeedEngine", name, dir(self))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets on the engine the attributes that it has and this class does not define."""
+        """Sets on the engine what the engine has and this class does not define."""
         is_own = hasattr(type(self), name) or not hasattr(self._engine, name)
         object.__setattr__(self if is_own else self._engine, name, value)
 
@@ -96,15 +96,16 @@ class DeepSpeedEngine(nn.Module):
 
     def on_reconfigure(self, callback: Callable[[Any], object]) -> None:
         """See `Engine.on_reconfigure`."""
-        own = ref(self)  # the engine does not keep it
+        own = ref(self)  # weak, so that the engine does not keep this object alive
         self._engine.on_reconfigure(lambda engine: callback(own() or engine))
 
     # Batch sizes
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Changes the samples per step from the next step on; the micro-batch stays the same.
-        Raises ConfigError if it is not a multiple of micro-batch times ranks; EngineError in the
-        middle of a step, or if the engine has a loader, whose sample order depends on it."""
+        Raises ConfigError if `train_batch_size` is not a multiple of micro-batch times ranks;
+        EngineError in the middle of a step, or if the engine has a loader, whose sample order
+        depends on it."""
         micro, world_size = self.settings.batches.micro_batch, self.world_size
         if train_batch_size < 1 or train_batch_size % (micro * world_size):
             raise ConfigError(
@@ -128,7 +129,7 @@ class DeepSpeedEngine(nn.Module):
             raise EngineError(
                 f"the batch size cannot be changed {seen}",
                 allowed="between two steps, with batches that the script makes itself",
-                fix="train_batch_size in the config",
+                fix="set train_batch_size in the config",
             )
         global_batch = micro_batch * micro_steps * self.world_size
         batches = BatchSizes(global_batch, micro_batch, micro_steps)
@@ -142,29 +143,29 @@ class DeepSpeedEngine(nn.Module):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Declares whether the next forward and backward are the last of their step.
 
-        From then on the script decides, by calling it again. Where it was False, `step` does
-        nothing and need not be called. Raises EngineError where every `step` ends a step
+        From then on the script decides, by calling this again. While it is False, `step` does
+        nothing and need not be called. Raises EngineError if every `step` ends a step
         (`managed_gradient_accumulation: false`).
         """
         tracker = self._engine.internals.tracker
         if tracker.boundary is Boundary.STEP:
             raise EngineError(
                 "set_gradient_accumulation_boundary() was called, and every step() ends a step",
-                fix="managed_gradient_accumulation: true",
+                fix="set managed_gradient_accumulation: true",
             )
         tracker.boundary = Boundary.LAST if is_boundary else Boundary.NOT_LAST
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """See `Engine.no_sync`. Raises EngineError at stages 2 and 3, as DeepSpeed does: there each
-        backward reduces."""
+        """See `Engine.no_sync`. Raises EngineError at stages 2 and 3, where each backward reduces,
+        as DeepSpeed does."""
         stage = self.settings.config.zero_optimization.stage
         if stage > 1:
             raise EngineError(
                 f"no_sync() was called at stage {stage}, where gradients are sharded and each "
                 "backward reduces",
                 allowed="stages 0 and 1",
-                fix="set_gradient_accumulation_boundary(False) before the backwards that are not "
-                "the last, or gradient_accumulation_steps in the config: at every stage",
+                fix="call set_gradient_accumulation_boundary(False) before all backwards but the "
+                "last, or set gradient_accumulation_steps in the config: at every stage",
             )
         return self._engine.no_sync()
 
@@ -173,14 +174,15 @@ class DeepSpeedEngine(nn.Module):
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The torch optimizer with DeepSpeed's attributes, such as `loss_scale`; its `optimizer` is
-        the torch optimizer itself. `step()` steps it. None where the engine only evaluates."""
+        the torch optimizer itself. The engine's `step()` steps it. None if the engine only
+        evaluates."""
         torch_optimizer = self._engine.optimizer
         return None if torch_optimizer is None else view_optimizer(torch_optimizer, self._engine)
 
     @property
     def lr_scheduler(self) -> Scheduler | None:
-        """The learning rate schedule, which `step()` steps. It may be replaced; a script that sets
-        None steps its own, as Lightning does."""
+        """The learning rate schedule, which the engine's `step()` steps. A script may replace it,
+        or set None and step a schedule of its own, as Lightning does."""
         return self._engine.internals.scheduler
 
     @lr_scheduler.setter
@@ -188,20 +190,20 @@ class DeepSpeedEngine(nn.Module):
         self._engine.internals.scheduler = self._engine.state.scheduler = scheduler
 
     def set_lr(self, lr: float) -> None:
-        """Sets every parameter group's learning rate; a schedule overwrites it."""
+        """Sets every parameter group's learning rate, which a schedule overwrites."""
         for group in self._param_groups:
             group["lr"] = lr
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Between two backwards without a `step`, forgets the gradients of the first. Elsewhere
-        does nothing: the first backward of a step replaces the previous step's gradients."""
+        """Drops the gradients of backwards that no `step` has followed. Otherwise does nothing: the
+        first backward of a step replaces the previous step's gradients."""
         self._engine.internals.tracker.zero_grad()
 
     def set_custom_curriculum_learning_schedule(
         self, schedule_func_dict: Callable[[int], int] | Mapping[str, Callable[[int], int]]
     ) -> None:
-        """Sets the function that maps a step, from 1, to a sequence length, for
-        `curriculum_learning.schedule_type: custom`; or {"seqlen": that function}."""
+        """Sets the function, or {"seqlen": function}, that maps a step, from 1, to a sequence
+        length. For `curriculum_learning.schedule_type: custom`."""
         given: Any = schedule_func_dict
         inputs = self._engine.internals.scheduled_inputs
         inputs.custom = given if callable(given) else given["seqlen"]
@@ -209,7 +211,7 @@ class DeepSpeedEngine(nn.Module):
     # Devices and memory
 
     def to(self, device: torch.device | str | int) -> Self:  # type: ignore[override]
-        """Does nothing: the model is on its device already. Raises EngineError for another one."""
+        """Does nothing: the model is on its device. Raises EngineError for another device type."""
         if torch.device(device).type != self.device.type:
             raise EngineError(
                 f"engine.to({device!r}) was called, and the model is on {self.device}",
@@ -218,12 +220,12 @@ class DeepSpeedEngine(nn.Module):
         return self
 
     def offload_states(self, *args: Any, **options: Any) -> None:
-        """Does nothing where the states are in host memory already. Raises ConfigError for an
-        engine on a GPU: its buffers stay there, and `offload_optimizer` keeps state elsewhere."""
+        """Does nothing if the engine is on the CPU. Raises ConfigError if it is on a GPU, where its
+        buffers stay; `offload_optimizer` keeps state elsewhere."""
         if self.device.type != "cpu":
             raise ConfigError(
                 f"engine.offload_states() was called, and the engine is on {self.device}",
-                fix='zero_optimization.offload_optimizer: {"device": "cpu"} in the config',
+                fix='set zero_optimization.offload_optimizer: {"device": "cpu"} in the config',
             )
 
     def compile(
@@ -258,14 +260,14 @@ class DeepSpeedEngine(nn.Module):
     # State dicts and checkpoints. Every method is collective.
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The full model on rank 0; with `nn.Module`'s arguments, which a module around the engine
-        passes, that of the model as it is."""
+        """Returns the full model on rank 0. With `nn.Module`'s arguments, which a module around the
+        engine passes, returns the model's own state dict."""
         if args or kwargs:
             return self.module.state_dict(*args, **kwargs)
         return self._engine.state_dict()
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """The full model in CPU memory on rank 0, an empty dict on the others."""
+        """Returns the full model in CPU memory on rank 0, an empty dict on the other ranks."""
         return without_frozen(self.module, self._engine.state_dict(), exclude_frozen_parameters)
 
     _zero3_consolidated_16bit_state_dict = module_state_dict  # transformers and accelerate call it
@@ -284,14 +286,14 @@ class DeepSpeedEngine(nn.Module):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Writes the full model, in the dtype of its weights, as one file. At every stage: sharded
+        """Writes the full model, in the dtype of its weights, as one file, at every stage. Sharded
         weights are gathered unit by unit.
 
         Args:
-            save_filename: `*.safetensors` for that format; otherwise `torch.load` reads it.
+            save_filename: `*.safetensors` for that format; `torch.load` reads any other file.
 
         Returns:
-            Whether it was written: see `Engine.save`.
+            Whether the file was written: see `Engine.save`.
         """
         path = Path(save_dir) / save_filename
         if is_late(self.progress, str(path), self.rank):
@@ -341,18 +343,18 @@ class DeepSpeedEngine(nn.Module):
         """See `Engine.load`.
 
         Args:
-            load_module_strict: checkpoint and model must have the same weights; otherwise those
-                that both have are loaded.
-            load_optimizer_states: also the optimizer's state, which must have the parts of this
-                optimizer's, and its options, such as lr.
-            load_lr_scheduler_states: also the schedule's position.
-            load_module_only: weights and buffers only.
+            load_module_strict: checkpoint and model must have the same weights. Otherwise the
+                weights that both have are loaded.
+            load_optimizer_states: also load the optimizer's state, which must have the same parts
+                as this optimizer's, and its options, such as lr.
+            load_lr_scheduler_states: also load the schedule's position.
+            load_module_only: load only weights and buffers.
             custom_load_fn: refused.
         """
         if custom_load_fn is not None:
             raise ConfigError(
                 "load_checkpoint(custom_load_fn=...) was given: no rank holds a full state dict",
-                fix="load_module_strict=False, or engine.load_module_state_dict(...)",
+                fix="pass load_module_strict=False, or call engine.load_module_state_dict(...)",
             )
         options = LoadOptions(
             strict=load_module_strict,
@@ -370,12 +372,12 @@ _OF_MODEL = frozenset(
     if callable(value) and not name.startswith("__") and name not in vars(DeepSpeedEngine)
 )
 """`nn.Module`'s methods that are the model's."""
-Engine.register(DeepSpeedEngine)  # it has all names of an `Engine`
+Engine.register(DeepSpeedEngine)  # which has all names of an `Engine`
 
 
 def convert_to_random_ltd(model: DeepSpeedEngine, convert_type: type[nn.Module]) -> DeepSpeedEngine:
-    """Lets layers of a type drop tokens, as `data_efficiency.data_routing.random_ltd` says; the
-    model's modules and names stay. Call it once, after `initialize`. Raises ConfigError if that
+    """Lets the layers of a type drop tokens, as `data_efficiency.data_routing.random_ltd` says. The
+    model's modules and names stay. Call this once, after `initialize`. Raises ConfigError if that
     section is not enabled, or the model has too few such layers."""
     if not isinstance(model, DeepSpeedEngine):
         raise ConfigError(
@@ -386,7 +388,7 @@ def convert_to_random_ltd(model: DeepSpeedEngine, convert_type: type[nn.Module])
     if config is None:
         raise ConfigError(
             "convert_to_random_ltd was called, and data_efficiency does not enable random_ltd",
-            fix="data_efficiency.enabled, .data_routing.enabled and .data_routing.random_ltd."
+            fix="set data_efficiency.enabled, .data_routing.enabled and .data_routing.random_ltd."
             "enabled: true",
         )
     drop_tokens(model.module, convert_type, config, model.progress)

@@ -1,4 +1,4 @@
-"""Names of DeepSpeed's engine that are one value or one expression, by `DeepSpeedEngine`'s lookup.
+"""Names of DeepSpeed's engine that are one value or one expression, for `DeepSpeedEngine`'s lookup.
 
 All ranks are data parallel; no module is DeepSpeed's MoE layer; nothing needs to be reduced,
 released or moved by hand.
@@ -41,15 +41,16 @@ CONSTANTS: Mapping[str, Any] = {
 
 
 def _read_config(engine: Any) -> DeepSpeedConfig:
-    """DeepSpeed's config object, with the batch sizes in effect."""
+    """Returns DeepSpeed's config object, with the batch sizes in effect."""
     config = DeepSpeedConfig(engine.settings.config, batches=engine.settings.batches)
     config.global_rank = engine.rank
     config.world_size = engine.world_size
     return config
 
 
-def _asked(engine: Any) -> Any:
-    """The progress. A script that reads it between two steps may skip what was used."""
+def _read_progress(engine: Any) -> Any:
+    """Returns the engine's progress. `ask_place` records that the script has read it between two
+    steps: such a script may skip by itself the samples that were used."""
     step = engine.internals
     if not (step.runtime.collectives.in_step or step.tracker.has_gradients):
         engine.progress.ask_place()
@@ -57,15 +58,15 @@ def _asked(engine: Any) -> Any:
 
 
 def _count_micro_steps(engine: Any) -> int:
-    """Calls of `step()`; before the state was loaded, at the present number of micro-steps per
-    step."""
+    """Counts the calls of `step()`. Those before the state was loaded are estimated from the
+    present number of micro-steps per step."""
     progress = engine.progress
     counted = progress.step * engine.settings.batches.micro_steps + progress.micro_step
     return int(counted + engine.internals.tracker.uncounted_micro_steps)
 
 
 def _get_data_types(engine: Any) -> tuple[Any, Any]:
-    """The dtypes of the model's weights, and of accumulated gradients."""
+    """Returns the dtypes of the model's weights, and of accumulated gradients."""
     config = engine.settings.config
     weights = CONFIG_DTYPES[
         "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
@@ -74,15 +75,15 @@ def _get_data_types(engine: Any) -> tuple[Any, Any]:
 
 
 def _get_communication_dtype(engine: Any) -> Any:
-    """The dtype in which gradients are reduced, by default that of the weights."""
+    """Returns the dtype in which gradients are reduced, by default that of the weights."""
     given = engine.settings.config.communication_data_type
     return CONFIG_DTYPES[given] if given else _get_data_types(engine)[0]
 
 
 PROPERTIES: Mapping[str, Callable[[Any], Any]] = {
-    # Progress: of finished steps, skipped ones included
-    "global_steps": lambda engine: _asked(engine).step,
-    "global_samples": lambda engine: _asked(engine).sample_cursor,
+    # Progress. Finished steps include skipped ones.
+    "global_steps": lambda engine: _read_progress(engine).step,
+    "global_samples": lambda engine: _read_progress(engine).sample_cursor,
     "micro_steps": _count_micro_steps,
     "skipped_steps": lambda engine: engine.progress.skipped_steps,
     "losses": lambda engine: engine.metrics.loss,  # the mean over the last step's global batch
@@ -123,12 +124,12 @@ def _zero(engine: Any) -> Any:
 
 
 def _stage(engine: Any) -> Stage:
-    """The configured stage, also on one rank."""
+    """Returns the configured stage, even on one rank."""
     return STAGES[_zero(engine).stage]
 
 
 def _offload(name: str) -> Callable[[Any], Any]:
-    """A section of offloading; None where it is not given."""
+    """Returns a getter of a section of offloading; it returns None if the section is not given."""
     return lambda engine: (
         getattr(_zero(engine), name) if name in _zero(engine).model_fields_set else None
     )
@@ -144,17 +145,17 @@ def _make_loader(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_local_io_workers: int | None = None,
 ) -> Any:
-    """A loader of this rank's samples.
+    """Makes a loader of this rank's samples.
 
     Args:
-        dataset: map-style.
-        batch_size: samples of a micro-batch, by default and for training the config's.
-        route: "train": the loader of `initialize(training_data=...)`, which continues where the
-            job stands; "eval" and "predict": torch's DataLoader, in order, over all ranks.
-        data_sampler: for torch's DataLoader, which then loads for training, too.
+        dataset: a map-style dataset.
+        batch_size: samples of a micro-batch; by default, and always for training, the config's.
+        route: "train": the loader of `initialize(training_data=...)`, which continues at the job's
+            step; "eval" and "predict": torch's DataLoader, in order, over all ranks.
+        data_sampler: for torch's DataLoader, which is then used for training, too.
 
     Raises:
-        ConfigError: another batch size for training.
+        ConfigError: training has another batch size than the config.
         DataError: the dataset is not map-style, or empty.
     """
     micro_batch = engine.settings.batches.micro_batch
@@ -202,7 +203,7 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "zero_use_cpu_optimizer": lambda engine: _zero(engine).offload_optimizer.device != "none",
     "zero_cpu_offload": lambda engine: _zero(engine).offload_optimizer.device == "cpu",
     "zero_nvme_offload_optimizer": lambda engine: _zero(engine).offload_optimizer.device == "nvme",
-    # For scripts that ask it, as transformers' Trainer does; `save_16bit_model` does not.
+    # Read by scripts, such as transformers' Trainer; `save_16bit_model` does not depend on it.
     "zero_gather_16bit_weights_on_model_save": lambda engine: (
         _zero(engine).stage3_gather_16bit_weights_on_model_save
     ),
@@ -220,20 +221,20 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "is_gradient_accumulation_boundary": lambda engine: (
         engine.internals.is_boundary and engine.internals.tracker.boundary is not Boundary.STEP
     ),
-    # Around all backwards of one step, whose `step()` follows: their gradients add up and are
+    # Encloses all backwards of one step, whose `step()` follows. Their gradients add up and are
     # reduced once. At stages 2 and 3 each backward reduces into this rank's shard, with the same
-    # sum. Raises EngineError inside `no_sync` or itself, or where more micro-steps follow.
+    # sum. Raises EngineError if nested, inside `no_sync`, or if more micro-steps follow.
     "coalesce_grad_reduction": lambda engine: engine.internals.coalesced(),
-    # Whether the last `step()` changed the weights: not inside a step, nor if skipped
+    # Whether the last `step()` changed the weights. False inside a step, and after a skipped step.
     "was_step_applied": lambda engine: engine.internals.tracker.applied,
-    # Of each parameter group: the present learning rate, and momentum, or betas where it has those
+    # The present learning rate, and the momentum or betas, of each parameter group
     "get_lr": lambda engine: [float(group["lr"]) for group in engine._param_groups],
     "get_mom": lambda engine: [
         group.get("momentum", group.get("betas", 0.0)) for group in engine._param_groups
     ],
     "curriculum_enabled_legacy": lambda engine: engine.settings.config.curriculum_learning.enabled,
     "pld_enabled": lambda engine: engine.settings.config.progressive_layer_drop.enabled,
-    # The probability, now, of keeping a layer
+    # The present probability of keeping a layer
     **{
         name: lambda engine: engine.internals.scheduled_inputs.keep_probability
         for name in ("pld_theta", "get_pld_theta")
@@ -244,8 +245,8 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "get_tensor_parallel_rank": lambda engine: 0,
     "is_deepcompile_enabled": lambda engine: False,  # `compile` uses torch.compile
     "is_deepcompile_active": lambda engine: False,
-    # Nothing: `backward` reduces gradients, and `step` waits for that; weights are gathered into
-    # buffers that are reused; `offload_states` moves nothing.
+    # These do nothing: `backward` reduces gradients, and `step` waits for that; weights are
+    # gathered into buffers that are reused; `offload_states` moves nothing.
     "allreduce_gradients": lambda engine, bucket_size=None: None,
     "empty_partition_cache": lambda engine: None,
     "reload_states": lambda engine, non_blocking=False: None,

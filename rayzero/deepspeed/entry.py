@@ -1,4 +1,4 @@
-"""`rayzero.initialize`: DeepSpeed's arguments for `Engine.build`."""
+"""`rayzero.initialize`: `Engine.build` with DeepSpeed's arguments."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def initialize(
     """DeepSpeed's entry point: `Engine.build` with DeepSpeed's arguments. Collective.
 
     Args:
-        args: the script's arguments: `deepspeed_config` and `local_rank` are used, if it has them.
+        args: the script's arguments, whose `deepspeed_config` and `local_rank` are used, if any.
         model: see `Engine.build`, also for optimizer, model_parameters, training_data,
             lr_scheduler and collate_fn.
-        distributed_port: MASTER_PORT, if the environment has no other.
+        distributed_port: MASTER_PORT, if the environment does not set it.
         mpu: refused, as is mesh_param.
         dist_init_required: False if the script has initialized torch.distributed; None and True
-            initialize it where the environment describes other ranks.
-        config: a DeepSpeed config file's path, or its contents as a dict; by default the rayzero
-            job's.
+            initialize it if the environment describes several ranks.
+        config: a DeepSpeed config file's path, or its contents as a dict; by default the config of
+            the rayzero job.
         config_params: the old name of `config`.
-        name: see `Engine.build`, also for what is raised; DeepSpeed does not have it.
+        name: see `Engine.build`, also for the errors raised; DeepSpeed has no such argument.
 
     Returns:
         (engine, optimizer, loader, scheduler); all but the engine may be None. Do not step the
@@ -93,7 +93,7 @@ def _refuse(argument: str, value: Any, reason: str) -> None:
 def _choose_config(
     args: Any, config: ConfigLike | None, config_params: ConfigLike | None
 ) -> ConfigLike | None:
-    """The config from the argument that has it; None if none has."""
+    """Returns the config from the argument that has one; None if none has."""
     places = {
         "initialize(config=...)": config,
         "initialize(config_params=...)": config_params,
@@ -112,7 +112,7 @@ def _choose_config(
 
 
 def _set_rendezvous_env(args: Any, port: int) -> None:
-    """Adds to the environment what the script knows about its rank."""
+    """Adds to the environment the local rank and the port that the script was given."""
     local_rank = getattr(args, "local_rank", None)
     if isinstance(local_rank, int) and local_rank >= 0:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))

@@ -1,7 +1,7 @@
 """DeepSpeed's estimates of memory for parameters, gradients and optimizer state at stages 2 and 3.
 
-The numbers are DeepSpeed's, in bytes, for mixed precision and Adam; `rayzero plan` computes what
-this engine needs.
+The formulas are DeepSpeed's, for mixed precision and Adam. `rayzero plan` computes what this engine
+needs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ _DEVICE = {True: "cpu ", False: "none"}
 
 
 def _sizes(model: nn.Module) -> tuple[int, int]:
-    """Elements of all parameters, shared ones once, and of the largest module's own."""
-    own = [sum(param.numel() for param in it.parameters(recurse=False)) for it in model.modules()]
+    """Returns the number of elements of all parameters, with shared ones counted once, and of the
+    largest module's own parameters."""
+    own = [
+        sum(param.numel() for param in module.parameters(recurse=False))
+        for module in model.modules()
+    ]
     return sum(param.numel() for param in model.parameters()), max(own, default=0)
 
 
@@ -27,7 +31,7 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
-    """Bytes of host memory for each node, and of each GPU."""
+    """Returns bytes of each node's host memory, and of each GPU."""
     gpus = num_nodes * num_gpus_per_node
     if cpu_offload:
         host = total_params * max(4 * gpus, 16)
@@ -46,9 +50,9 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """Bytes of host memory for each node, of each GPU, and of the largest layer."""
+    """Returns bytes of each node's host memory, of each GPU, and of the largest layer."""
     gpus, layer = num_nodes * num_gpus_per_node, 4 * largest_layer_params
-    whole_model = 4 * num_gpus_per_node  # host bytes a parameter, while every rank builds the model
+    whole_model = 4 * num_gpus_per_node  # host bytes a parameter while every rank builds the model
     if not cpu_offload:
         params = largest_layer_params if zero_init else total_params
         host = params * whole_model * additional_buffer_factor
@@ -97,14 +101,14 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, *where: Any, **options: Any
 ) -> None:
-    """`..._all_cold` for a model, with its other arguments."""
+    """Calls `..._all_cold` with the sizes of a model and the other arguments."""
     estimate_zero2_model_states_mem_needs_all_cold(_sizes(model)[0], *where, **options)
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, *where: Any, **options: Any
 ) -> None:
-    """`..._all_cold` for a model, with its other arguments."""
+    """Calls `..._all_cold` with the sizes of a model and the other arguments."""
     estimate_zero3_model_states_mem_needs_all_cold(*_sizes(model), *where, **options)
 
 

@@ -1,7 +1,7 @@
 """`deepspeed.utils.groups`: one data parallel group of all ranks; all others have one rank.
 
-`_get_sequence_parallel_rank` and the like follow from their names: the ranks that the name means,
-and what of them it returns.
+Getters such as `_get_sequence_parallel_rank` are derived from their names, which state a group and
+what to return of it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    """A getter, which may be given the name of an expert group."""
+    """Returns a getter, which accepts the name of an expert group."""
     found = fullmatch(r"_?get_(\w*data|model|tensor_model|sequence|expert)_parallel_(\w+)", name)
     table = _OF_ALL if found and found[1].endswith("data") else _OF_ONE
     if not found or found[2] not in table:

@@ -1,6 +1,6 @@
 """DeepSpeed's modules in `sys.modules`, and `install`, which makes `import deepspeed` mean them.
 
-What they hold is the table in `names.toml`; `lookup.py` resolves it on first use.
+The table in `names.toml` has their contents; `lookup.py` resolves each name on first use.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _AliasModule(ModuleType):
         full = f"{_PACKAGE}.{name}"
         super().__init__(full, f"`deepspeed.{name}`.")
         self.__spec__ = ModuleSpec(full, None, is_package=True)
-        self.__path__: list[str] = []  # a package, so that submodules are asked of the finder
+        self.__path__: list[str] = []  # makes it a package, whose submodules `_Finder` finds
         self.__all__ = public_names(name)
         self._module = name
 
@@ -53,7 +53,7 @@ class _AliasModule(ModuleType):
 
 
 def add_alias_modules() -> None:
-    """Enters the table's modules in `sys.modules`, below this package. Called by its `__init__`."""
+    """Adds the table's modules to `sys.modules`, below this package. Called by its `__init__`."""
     for name in _FILES:
         import_module(f"{_PACKAGE}.{name}").__path__ = []
     for name in sorted({*MODULES, *REFUSED_PACKAGES} - {*_FILES}):
@@ -61,14 +61,14 @@ def add_alias_modules() -> None:
         full = f"{_PACKAGE}.{name}"
         sys.modules[full] = module
         parent, _, child = full.rpartition(".")
-        # `deepspeed.utils.z3_leaf_module` is the function that the module of that name has.
+        # `deepspeed.utils.z3_leaf_module` is the function of that name, not the module.
         if defined_in(parent.partition(f"{_PACKAGE}.")[2], child) in (None, _PACKAGE):
             setattr(sys.modules[parent], child, module)
 
 
 def install() -> None:
-    """Makes `import deepspeed`, and its submodules, mean this package in this process. Logged once,
-    on rank 0, as information. Safe to repeat.
+    """Makes `import deepspeed`, and its submodules, mean this package in this process. Logs that
+    once, on rank 0. Safe to repeat.
 
     Raises:
         ConfigError: DeepSpeed itself has been imported already.
@@ -80,7 +80,7 @@ def install() -> None:
     if loaded is not None:
         raise ConfigError(
             f"deepspeed was imported before, from {loaded.__file__}",
-            fix="rayzero.deepspeed.install() before the first `import deepspeed`",
+            fix="call rayzero.deepspeed.install() before the first `import deepspeed`",
         )
     sys.modules["deepspeed"] = package
     for name in (*_FILES, *MODULES, *REFUSED_PACKAGES):
@@ -91,8 +91,8 @@ def install() -> None:
 
 
 class _Distribution(Distribution):
-    """The package metadata of `deepspeed`: transformers and accelerate ask there first whether it
-    is installed, and in which version."""
+    """The package metadata of `deepspeed`. transformers and accelerate read it to find out whether
+    DeepSpeed is installed, and in which version."""
 
     def read_text(self, filename: str) -> str | None:
         version = sys.modules[_PACKAGE].__version__.partition("+")[0]
@@ -104,13 +104,13 @@ class _Distribution(Distribution):
 
 
 class _AliasLoader(Loader):
-    """Loads modules below those that rayzero refuses as a whole."""
+    """Loads submodules of modules that rayzero refuses as a whole."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _AliasModule(spec.name.replace(f"{_PACKAGE}.", "", 1).removeprefix("deepspeed."))
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing: names are resolved on first use."""
+        """Does nothing: names are resolved on first use."""
 
 
 _ANY = DistributionFinder.Context()
@@ -136,5 +136,5 @@ class _Finder(DistributionFinder):
             return ModuleSpec(name, _AliasLoader(), is_package=True)
         raise ModuleNotFoundError(
             missing_message(full, module.rpartition(".")[0]),
-            name=full,  # not `name`: from-imports swallow an error about just that
+            name=full,  # not `name`: a from-import swallows an error with that name
         )

@@ -1,4 +1,4 @@
-"""`resolve`: a DeepSpeed module's name as an object; stand-ins for what rayzero refuses.
+"""`resolve` returns the object for a name of a DeepSpeed module, or a stand-in for a refused name.
 
 `names.toml` has the names.
 """
@@ -18,20 +18,20 @@ from rayzero.engine.config.normalize import get_path
 from rayzero.engine.errors import ConfigError, did_you_mean
 
 NAMES = tomllib.loads(files("rayzero.deepspeed").joinpath("names.toml").read_text())
-"""The file's tables."""
+"""The tables of `names.toml`."""
 
 MODULES: tuple[str, ...] = tuple(NAMES["modules"].split())
 """Modules below `deepspeed` that are not refused as a whole."""
 REFUSED: dict[str, dict[str, str]] = {}
-"""{module, "DeepSpeedEngine" or "Accelerator": {name that is refused in it: what to use}}."""
+"""{module, "DeepSpeedEngine" or "Accelerator": {name refused there: what to use instead}}."""
 REFUSED_PACKAGES: dict[str, str] = {}
-"""{module of which everything is refused: what to use}."""
+"""{module of which everything is refused: what to use instead}."""
 _HOMES: dict[str, dict[str, tuple[str, str]]] = {}
-"""{module: {name that works in it: (the module that defines it, its name there)}}."""
+"""{module: {name that works in it: (the module that defines the object, its name there)}}."""
 
 
 def _rows(table: dict[str, dict[str, str]]) -> Iterator[tuple[str, str, str]]:
-    """(heading, module, name) of each name in a table."""
+    """Yields (heading, module, name) of each name in a table."""
     for heading, row in table.items():
         for modules, names in row.items():
             for module in modules.split():
@@ -50,7 +50,8 @@ for _use, _module, _name in _rows(NAMES["refused"]):
 
 
 def _key_constants() -> Iterator[tuple[str, Any]]:
-    """`FP16_LOSS_SCALE` is a key's name, `FP16_LOSS_SCALE_DEFAULT` its default; for every key."""
+    """Yields, for every key, constants such as `FP16_LOSS_SCALE`, the key, and
+    `FP16_LOSS_SCALE_DEFAULT`, its default."""
     for path in (*EngineConfig.model_fields, *KEYS):
         section, _, key = path.rpartition(".")
         own = key.removeprefix(f"{section}_")
@@ -72,21 +73,21 @@ class RefusedNameError(ConfigError, AttributeError):
 
 
 def refused_attribute(owner: str, kind: str, name: str, known: Iterable[str]) -> RefusedNameError:
-    """The error for an attribute that an object does not have: what to use instead.
+    """Returns the error for an attribute that an object does not have; it says what to use instead.
 
     Args:
-        owner: the object, as the message calls it, with "has no" or the like.
-        kind: its heading in `names.toml`.
-        known: its attributes, of which the message suggests the nearest.
+        owner: the beginning of the message, which names the object and the attribute.
+        kind: the object's heading in `names.toml`.
+        known: the object's attributes, of which the message suggests the nearest.
     """
     use = REFUSED[kind].get(name)
-    public = [other for other in known if not other.startswith("_")]
+    public = [attribute for attribute in known if not attribute.startswith("_")]
     hint = f"; use {use}" if use else did_you_mean(name, public)
     return RefusedNameError(f"{owner}{hint}")
 
 
 class _Refusing(type):
-    """The type of stand-ins: they can be imported, subclassed and named in `isinstance`, and raise
+    """The type of stand-ins, which can be imported, subclassed and used in `isinstance`, and raise
     ConfigError when they are called."""
 
     message: str
@@ -108,30 +109,30 @@ def stand_in(name: str, use: str) -> type:
 
 
 def package_refusal(module: str) -> str | None:
-    """Returns what to use instead of a module of which everything is refused; else None."""
+    """Returns what to use instead of a module that is refused as a whole; None for any other."""
     parts = module.split(".")
     above = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((REFUSED_PACKAGES[name] for name in above if name in REFUSED_PACKAGES), None)
 
 
 def working_names(module: str) -> list[str]:
-    """The names that work in a module."""
+    """Returns the names that work in a module."""
     return sorted({*_HOMES.get(module, {}), *CONSTANTS.get(module, {})})
 
 
 def defined_in(module: str, name: str) -> str | None:
-    """The module that defines a name, if it works and is no constant."""
+    """Returns the module that defines a name; None if the name does not work, or is a constant."""
     return _HOMES.get(module, {}).get(name, (None,))[0]
 
 
 def public_names(module: str) -> list[str]:
-    """Everything that may be imported from a module, but private names."""
+    """Returns all public names that may be imported from a module."""
     names = {*working_names(module), *REFUSED.get(module, {}), *child_modules(module)}
     return sorted(name for name in names if not name.startswith("_"))
 
 
 def child_modules(module: str) -> Iterator[str]:
-    """The names of the modules directly below this one."""
+    """Yields the names of the modules directly below this one."""
     prefix = f"{module}." if module else ""
     for name in (*MODULES, *REFUSED_PACKAGES):
         if name.startswith(prefix) and name != module:
@@ -139,14 +140,14 @@ def child_modules(module: str) -> Iterator[str]:
 
 
 def resolve(module: str, name: str) -> Any:
-    """The object that `deepspeed.<module>` calls `name`. Raises AttributeError, which names the
-    most similar one, if the table has none."""
+    """Returns the object that `deepspeed.<module>` calls `name`. Raises AttributeError, which
+    suggests the most similar name, if the table does not have it."""
     full = ".".join(filter(None, ("deepspeed", module, name)))
     if name in CONSTANTS.get(module, {}):
         return CONSTANTS[module][name]
     if name in _HOMES.get(module, {}):
-        home, other = _HOMES[module][name]
-        return getattr(import_module(home), other)
+        home, name_there = _HOMES[module][name]
+        return getattr(import_module(home), name_there)
     if use := REFUSED.get(module, {}).get(name):
         return stand_in(full, use)
     if name.startswith("__"):
@@ -159,7 +160,7 @@ def resolve(module: str, name: str) -> Any:
 
 
 def missing_message(full: str, module: str) -> str:
-    """The message for a name that the table does not have."""
+    """Returns the message for a name that the table does not have."""
     names = public_names(module)
     hint = did_you_mean(full.rpartition(".")[2], names)
     return f"rayzero has no {full}{hint or '; available: ' + ', '.join(names)}"

@@ -26,8 +26,8 @@ Params: TypeAlias = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
 class _IsAnyAdam(type):
-    """torch's Adam and AdamW are instances of `FusedAdam`: they are what a config's Adam is, and
-    their update is the same."""
+    """Makes torch's Adam and AdamW instances of `FusedAdam`: the engine uses them for a config's
+    Adam, and their update is the same."""
 
     def __instancecheck__(cls, value: object) -> bool:
         return issubclass(type(value), torch.optim.Adam if cls is FusedAdam else cls)
@@ -35,7 +35,7 @@ class _IsAnyAdam(type):
 
 class FusedAdam(torch.optim.Adam, metaclass=_IsAnyAdam):
     """AdamW (Loshchilov and Hutter, 2019), or Adam with weight decay in the gradient.
-    `set_grad_none` has no effect: gradients are the engine's."""
+    `set_grad_none` has no effect: the engine owns the gradients."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class FusedAdam(torch.optim.Adam, metaclass=_IsAnyAdam):
 
 
 class DeepSpeedCPUAdam(FusedAdam):
-    """`FusedAdam`: `zero_optimization.offload_optimizer` decides where its state is kept. Whatever
-    `fp32_optimizer_states` says, moments have the dtype of main weights: fp32, unless
-    `bf16.bf16_master_weights_and_grads` is set."""
+    """`FusedAdam`. `zero_optimization.offload_optimizer` decides where the state is kept.
+    `fp32_optimizer_states` has no effect: moments have the dtype of main weights, which is fp32
+    unless `bf16.bf16_master_weights_and_grads` is set."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class DeepSpeedCPUAdam(FusedAdam):
         super().__init__(model_params, lr, adam_w_mode=adamw_mode, **options)
 
     def step_subgroup(self, subgroup_id: int, closure: Any = None) -> None:
-        """Raises ConfigError, as `rollback_subgroup`: the engine decides what is updated when."""
+        """Raises ConfigError, as `rollback_subgroup` does: the engine updates all parameters."""
         raise ConfigError(
             "a part of the parameters of DeepSpeedCPUAdam was to be stepped or rolled back",
-            fix="engine.step(), which updates all parameters",
+            fix="call engine.step(), which updates all parameters",
         )
 
     rollback_subgroup = step_subgroup
@@ -94,7 +94,7 @@ class FusedLion(Lion):
 
 
 class DeepSpeedCPULion(FusedLion):
-    """`FusedLion`: `zero_optimization.offload_optimizer` decides where its state is kept."""
+    """`FusedLion`. `zero_optimization.offload_optimizer` decides where the state is kept."""
 
     def __init__(
         self, model_params: Params, *args: Any, fp32_optimizer_states: bool = True, **options: Any
@@ -119,7 +119,7 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
 
 
 class FusedLamb(Lamb):
-    """`rayzero.engine.optim.optimizers.Lamb`. `max_grad_norm` must be 0: the config's
+    """`rayzero.engine.optim.optimizers.Lamb`. `max_grad_norm` must be 0, because the config's
     `gradient_clipping` clips."""
 
     def __init__(
@@ -134,7 +134,7 @@ class FusedLamb(Lamb):
             raise ConfigError(
                 f"FusedLamb(max_grad_norm={max_grad_norm}, amsgrad={amsgrad}) was given",
                 allowed="max_grad_norm=0, amsgrad=False",
-                fix="gradient_clipping in the config",
+                fix="set gradient_clipping in the config",
             )
         super().__init__(params, lr, **options)
 

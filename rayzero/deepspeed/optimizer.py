@@ -1,7 +1,8 @@
 """The optimizer that `initialize` returns: the torch optimizer, with DeepSpeed's attributes.
 
-`view_optimizer` makes a second object over the attributes of the first: the same groups and state,
-so torch's schedulers may drive either, and an instance of the first one's class and of DeepSpeed's.
+`view_optimizer` makes a second object that shares the attributes of the torch optimizer, such as
+groups and state, so torch's schedulers may drive either object. The second object is an instance of
+the torch optimizer's class and of a DeepSpeed class.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ def _refuse_scale(optimizer: object, value: float) -> None:
     raise ConfigError(
         f"the optimizer's loss scale was set to {value}",
         allowed="reading it",
-        fix="fp16.loss_scale in the config; 0 adapts it",
+        fix="set fp16.loss_scale in the config, where 0 adapts the scale",
     )
 
 
 class DeepSpeedOptimizer:
-    """The names of DeepSpeed's optimizers, beside those of a torch optimizer. Its parameters are
-    this rank's flat shards; `engine.step()` steps it."""
+    """Adds the names of DeepSpeed's optimizers to a torch optimizer, whose parameters are this
+    rank's flat shards. `engine.step()` steps it."""
 
     __slots__ = ()
     _engine: ref[Engine]
@@ -76,7 +77,7 @@ class DeepSpeedOptimizer:
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
-        """Each group's trained parameters, as the model has them."""
+        """Each group's trained parameters: those of the model, not the flat shards."""
         engine = _existing(self._engine)
         groups: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
         for unit in engine.internals.runtime.units:
@@ -88,11 +89,11 @@ class DeepSpeedOptimizer:
     bit16_groups = fp16_groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """`engine.zero_grad`: gradients are the engine's."""
+        """Calls `engine.zero_grad`: the engine owns the gradients."""
         _existing(self._engine).internals.tracker.zero_grad()
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """`engine.backward`."""
+        """Calls `engine.backward`."""
         _existing(self._engine).backward(loss, retain_graph=retain_graph)
 
 
@@ -123,11 +124,11 @@ _OF_STAGE = {
 
 
 def view_optimizer(optimizer: torch.optim.Optimizer, engine: Engine) -> torch.optim.Optimizer:
-    """The optimizer with DeepSpeed's names. It refers to the engine weakly."""
+    """Returns the optimizer with DeepSpeed's names, which refers to the engine weakly."""
     config = engine.settings.config
     kind, names = type(optimizer), _OF_STAGE[config.zero_optimization.stage]
     is_dynamic = config.fp16.enabled and config.fp16.loss_scale == 0
-    own = {  # in a class for this object alone: not in the attributes that it shares
+    own = {  # in a class for this object alone, since `optimizer` shares the object's attributes
         "__doc__": kind.__doc__,
         "_engine": ref(engine),
         "optimizer": optimizer,
@@ -135,5 +136,5 @@ def view_optimizer(optimizer: torch.optim.Optimizer, engine: Engine) -> torch.op
     }
     metaclass: type[type] = type(kind)  # FusedAdam has one of its own
     view: Any = object.__new__(metaclass(kind.__name__, (names, kind), own))
-    view.__dict__ = optimizer.__dict__  # one set of attributes: neither can differ from the other
+    view.__dict__ = optimizer.__dict__  # one dict for both, so that they cannot differ
     return view  # type: ignore[no-any-return]

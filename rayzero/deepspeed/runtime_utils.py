@@ -56,8 +56,8 @@ def set_random_seed(seed: int) -> None:
 def move_to_device(
     item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None
 ) -> Any:
-    """A copy of nested lists, tuples and dicts on `device`; tensors that fulfil a given criterion
-    are moved themselves."""
+    """Returns a copy of nested lists, tuples and dicts on `device`. Tensors for which
+    `criterion_func` is true are moved in place instead of copied."""
 
     def move(tensor: Tensor) -> Tensor:
         if criterion_func is None or not criterion_func(tensor):
@@ -69,7 +69,7 @@ def move_to_device(
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """The attribute at a dotted name."""
+    """Returns the attribute at a dotted name."""
     return attrgetter(module_name)(model)
 
 
@@ -80,8 +80,8 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
 
 
 class MonitorMaster:
-    """All monitors of a config that a script makes itself, of rank 0; the engine's are
-    `engine.monitor`."""
+    """All monitors of a config that a script makes itself. They write on rank 0 only. The engine's
+    monitors are `engine.monitor`."""
 
     def __init__(self, monitor_config: MonitorConfig) -> None:
         self.monitor_config = monitor_config
@@ -90,7 +90,7 @@ class MonitorMaster:
         self._monitors = make_monitors(EngineConfig(**sections), {}, max(0, get_rank()))
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Writes `(name, value, samples)` to each of them."""
+        """Writes events, each `(name, value, samples)`, to each monitor."""
         self._monitors.write_events(event_list)
 
 
@@ -101,14 +101,14 @@ _orig_torch_arange = torch.arange
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., Tensor], *args: Any, **kwargs: Any
 ) -> Callable[..., Tensor]:
-    """`fn` itself: constructors inside `zero.Init` keep the dtypes that they are given."""
+    """Returns `fn` itself: constructors inside `zero.Init` keep the dtypes that they are given."""
     return fn
 
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """Around generation by an engine: at stage 3 its weights are gathered once, instead of in every
-    forward, and ranks may generate different lengths. Collective at its beginning."""
+    """Encloses generation by an engine. At stage 3 the weights are gathered once, instead of in
+    every forward, so that ranks may generate different lengths. Collective at the beginning."""
     offload = getattr(model.optimizer, "parameter_offload", None)  # at stage 3 only
     with GatheredParameters(list(model.parameters())):
         if offload is not None:

@@ -1,7 +1,7 @@
-"""`deepspeed.zero.TiledLinear`: a linear layer of several, run one after the other.
+"""`deepspeed.zero.TiledLinear`: a linear layer of several tiles, which run one after the other.
 
-At stage 3 each tile can be a block of its own (`rayzero.unshard_modules: ["Linear"]`), of which one
-is gathered at a time.
+At stage 3 each tile can be a block of its own (`rayzero.unshard_modules: ["Linear"]`), so that one
+tile is gathered at a time.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from rayzero.engine.errors import ConfigError
 
 
 class TiledLinear(nn.Module):
-    """`nn.Linear` as a grid of smaller ones, `linears[row][column]`: rows are parts of the output,
-    columns parts of the input. Those of the last column have the bias.
+    """`nn.Linear` as a grid of smaller layers, `linears[row][column]`. Rows are parts of the
+    output, columns are parts of the input. The layers of the last column have the bias.
 
     Args:
-        in_splits: columns.
-        out_splits: rows.
+        in_splits: number of columns.
+        out_splits: number of rows.
         input_is_already_split: `forward` is given the parts of the input.
         combine_out_splits: False: `forward` returns the parts of the output.
-        linear_cls: makes a tile; gets `options`, too.
+        linear_cls: makes a tile; is passed `options`, too.
         init_linear: a layer whose values are copied.
 
     Raises:
@@ -92,8 +92,8 @@ class TiledLinear(nn.Module):
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Linear) -> None:
-        """Copies a layer's values, at stage 3 rank 0's. Collective there. Raises ConfigError if it
-        has another shape, or a bias that this has not, or the other way round."""
+        """Copies the values of a layer; at stage 3 those of rank 0, collectively. Raises
+        ConfigError if the layer has another shape, or only one of the two layers has a bias."""
         shape, expected = tuple(other.weight.shape), (self.out_features, self.in_features)
         if shape != expected or (other.bias is not None) != self.use_bias:
             raise ConfigError(
@@ -111,7 +111,7 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """`TiledLinear` of layers that return (output, bias), as Megatron's do; it does so as well."""
+    """`TiledLinear` of layers that return (output, bias), as Megatron's do. It returns the same."""
 
     def _sum(self, terms: list[Any]) -> Any:
         biases = [bias for _, bias in terms if bias is not None]

@@ -20,14 +20,14 @@ __all__ = [name for name in working_names("utils") if not name.startswith("_")]
 
 
 def make_stderr_logger(name: str) -> Logger:
-    """A logger whose messages go to stderr, unless it has a handler already."""
+    """Returns a logger whose messages go to stderr, unless it has a handler already."""
     new = getLogger(name)
     if not new.handlers:
         handler = StreamHandler(sys.stderr)
         handler.setFormatter(Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
         new.addHandler(handler)
         new.setLevel(INFO)
-        new.propagate = False  # a root logger that prints too would print it twice
+        new.propagate = False  # otherwise a root logger that prints would repeat the messages
     return new
 
 
@@ -35,8 +35,8 @@ logger = make_stderr_logger("DeepSpeed")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
-    """Logs on these ranks, on all of them for one of -1; without ranks only before
-    torch.distributed is initialized, as in DeepSpeed."""
+    """Logs a message on `ranks`, or on all ranks if these include -1. Without `ranks`, logs only
+    before torch.distributed is initialized, as DeepSpeed does."""
     rank = get_rank()
     if not is_initialized() or {-1, rank} & {*(ranks or ())}:
         logger.log(level, "[Rank %d] %s", rank, message)
@@ -63,13 +63,14 @@ class RepeatingLoader:
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """A copy of nested dicts, lists and tuples whose tensors have memory of their own on `device`:
-    the model's are views of the engine's buffers, and `torch.save` writes a view's whole buffer."""
+    """Returns a copy of nested dicts, lists and tuples whose tensors have their own memory on
+    `device`. The model's tensors are views of the engine's buffers, and `torch.save` writes a
+    view's whole buffer."""
     return map_tensors(item, lambda tensor: tensor.detach().to(device, copy=True))
 
 
 def instrument_w_nvtx(func: Any) -> Any:
-    """The function: ranges are not recorded; torch.profiler shows the engine's phases."""
+    """Returns `func`: ranges are not recorded; torch.profiler shows the engine's phases."""
     return func
 
 

@@ -25,12 +25,17 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """The model's weights, floating-point ones in fp32, and its buffers, in CPU memory; on request
-    without the weights that no optimizer group has. `lazy_mode` has no effect: what scripts call
-    on its values, `contiguous()`, tensors have too."""
+    """Returns the model's weights, floating-point ones in fp32, and its buffers, in CPU memory.
+
+    Args:
+        exclude_frozen_parameters: leave out the weights that no optimizer group has.
+        lazy_mode: no effect; scripts call `contiguous()` on lazy values, which tensors have, too.
+    """
     location = resolve_checkpoint(str(checkpoint_dir), tag)
     if location is None:
-        raise DataError(f"there is no checkpoint in {checkpoint_dir}", fix="checkpoint_dir, or tag")
+        raise DataError(
+            f"there is no checkpoint in {checkpoint_dir}", fix="correct the folder or tag"
+        )
     with closing(open_checkpoint(location)) as source:
         tensors, metadata = WholeTensors(source), source.metadata(0)
         trained = {name for group in metadata.get("groups", ()) for name in group.get("params", ())}

@@ -1,6 +1,6 @@
-"""Adapters to transformers' Trainer and Accelerate (and by them TRL and PEFT), for scripts under
-`rayzero launch`. Nothing in `engine`, `workers` and `orchestrator` imports this package: it enters
-by the hooks of `workers/launch/adapters.py`."""
+"""Adapters to transformers' Trainer and Accelerate, and so to TRL and PEFT, for scripts under
+`rayzero launch`. Nothing in `engine`, `workers` and `orchestrator` imports this package, which
+connects by the hooks of `workers/launch/adapters.py`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ PRIVATE = {
     "accelerate.state.GradientState": ("_set_sync_gradients",),
     "torch.optim.lr_scheduler.LRScheduler": ("_step_count",),
 }
-"""The private attributes that this package uses, by class: what another release may rename."""
+"""The private attributes that this package uses, by class. Another release may rename them."""
 
 
 def install() -> None:
-    """The adapter."""
+    """Installs the adapter: see `workers/launch/adapters.py`."""
     on_import("accelerate.accelerator", patch_accelerator)
     on_import("accelerate.state", patch_partial_state)
     on_import("transformers.trainer", patch_trainer)
@@ -39,11 +39,11 @@ def install() -> None:
 
 
 def _set_variables(launch: Mapping[str, Any]) -> None:
-    """The stage and the config of the command line, where Accelerate looks for them if the script
-    names none. Accelerate, and Trainer over it, train at stage 0 without any."""
+    """Passes stage and config of the command line to Accelerate, by the variables that it reads if
+    the script has no config. Without either, Accelerate, and Trainer over it, train at stage 0."""
     stage, file = launch["stage"], launch["deepspeed_config"]
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    os.environ.pop("ACCELERATE_USE_CPU", None)  # they would use DDP; the device is the worker's
+    os.environ.pop("ACCELERATE_USE_CPU", None)  # with it they use DDP; the worker sets the device
     os.environ.setdefault("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", "true")
     if file is not None:
         os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = file

@@ -1,7 +1,8 @@
-"""A script's loop over a loader of Accelerate's, from where the job stands and through its faults.
+"""Lets a script's loop over an Accelerate loader continue at the job's step, and after faults.
 
-A script that begins in a new worker begins its loops from the first epoch: a finished one yields
-nothing, the current one the batches that are left. One that continues is a `FollowedLoop`.
+A script that begins in a new worker begins its loops from the first epoch. Finished epochs yield
+nothing, the current epoch yields the batches that are left. After a fault on other ranks, a
+`FollowedLoop` continues the loop.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ class Place:
 
     Args:
         loader: as `accelerator` has prepared it.
-        missed_steps: finished ones that the loop has not come to.
-        batches: of a step, over all ranks.
-        ranks: of the first generation.
+        missed_steps: how many finished steps the loop has not come to.
+        batches: number of batches of a step, over all ranks.
+        ranks: number of ranks of the first generation.
 
     Attributes:
-        loaded_step: of the checkpoint that the script of a new worker has loaded.
-        schedules: torch's, which the engine does not have.
+        loaded_step: step of the checkpoint that the script of a new worker has loaded.
+        schedules: torch schedules that the engine does not have.
     """
 
     def __init__(
@@ -54,20 +55,22 @@ class Place:
 
     @property
     def _step_batches(self) -> int:
-        """Batches of a step, of this rank."""
+        """This rank's number of batches of a step."""
         return self._batches // present_ranks()[1]
 
     def follow(self, loader: Any, skipped: int = 0) -> None:
-        """Makes iterations over a loader begin at the place, behind the batches of an epoch that
-        the script skips. A drain ends them where the script asks for the batch after a step."""
+        """Makes iterations over a loader begin at this place, after the `skipped` batches of an
+        epoch that the script skips. A drain takes effect where the script asks for a further step's
+        first batch."""
         if (kind := type(loader)) not in _wrapped:
             _wrapped.add(kind)
             wrap(kind, "__iter__", _iterate)
         loader.rayzero_place = self, skipped
 
     def skipped_by_script(self, batches: int) -> int:
-        """The batches to skip of an epoch, where the script asks for `batches`. It may have counted
-        them on another number of ranks: the step of its checkpoint counts, if it has loaded one."""
+        """Returns how many batches of an epoch to skip when the script asks to skip `batches`. The
+        script may have counted these on another number of ranks, so if it has loaded a checkpoint,
+        the step of that counts."""
         if self.loaded_step is None or not batches or _is_iterable(self._loader):
             return batches
         return self.loaded_step % self._steps(len(self._loader)) * self._step_batches
@@ -83,15 +86,15 @@ class Place:
         begin: Callable[[Any], Iterator[Any]],
         skipped: int,
     ) -> Iterator[Any]:
-        """One iteration: of the place's loader, or of the rest of an epoch of it, behind `skipped`
-        batches."""
+        """Runs one iteration of the place's loader, or of a loader of the rest of an epoch, after
+        `skipped` batches."""
         steps = self._steps(len(self._loader) - skipped)
         done = min(self.missed_steps, steps)
         self.missed_steps -= done
         engine.progress.script_lag = self.missed_steps if done == steps else None
         session.loop.epochs.begin_epoch()
-        if done == steps:  # a sampler's generator advances from epoch to epoch
-            leave_out(loader)
+        if done == steps:
+            leave_out(loader)  # a sampler's generator advances from epoch to epoch
             if not self.missed_steps:
                 engine.progress.reach_place()
             session.loop.epochs.end_epoch()
@@ -101,9 +104,9 @@ class Place:
         first_step, skipped_steps = loop.step - done, skipped // self._step_batches
         batches = begin(loader)
         if done:
-            behind = skipped + done * self._step_batches
+            done_batches = skipped + done * self._step_batches
             engine.progress.reach_place()
-            batches = self._rest(loader, engine, behind, agreed=False)
+            batches = self._rest(loader, engine, done_batches, agreed=False)
         while True:
             for number, batch in enumerate(batches, 1):
                 self._mark_batch(ends_step=number % self._step_batches == 0)
@@ -122,8 +125,8 @@ class Place:
             self._recut()
             if order is not None:
                 loader.synchronized_generator.set_state(order)
-            behind = (skipped_steps + done) * self._step_batches
-            batches = self._rest(loader, engine, behind, agreed=True)
+            done_batches = (skipped_steps + done) * self._step_batches
+            batches = self._rest(loader, engine, done_batches, agreed=True)
 
     def read_through(
         self,
@@ -132,7 +135,8 @@ class Place:
         loader: Any,
         begin: Callable[[Any], Iterator[Any]],
     ) -> Iterator[Any]:
-        """One iteration over an iterable: what the job has trained on is read, and left out."""
+        """Runs one iteration over an iterable. Reads the batches that the job has trained on
+        without yielding them."""
         read, missed = 0, self.missed_steps * self._step_batches
         session.loop.epochs.begin_epoch()
         for batch in begin(loader):
@@ -151,33 +155,35 @@ class Place:
         session.loop.epochs.end_epoch()
 
     def _mark_batch(self, *, ends_step: bool) -> None:
-        """Does what `accumulate` does, where a script needs none on its first ranks: it steps for
-        each batch, of which a step has several on fewer ranks."""
+        """Does what `accumulate` does, for a script that needed no accumulation on its first ranks:
+        on fewer ranks a step has several batches, and the script calls `step` for each."""
         state = self._accelerator.gradient_state
         if self._marks_steps:
             at_end = state.sync_with_dataloader and state.end_of_dataloader
             state._set_sync_gradients(bool(ends_step or at_end))
 
     def _check_stepped(self) -> None:
-        """Called where the script takes a further batch."""
+        """Called where the script takes a further batch: see `ScriptedSteps.check_stepped`."""
         scripted = self._accelerator.deepspeed_engine_wrapped
         if isinstance(scripted, ScriptedSteps | SeveralSteps):
             scripted.check_stepped()
 
     def _recut(self) -> None:
-        """Called where the ranks may have changed."""
+        """Counts and cuts for the present ranks. Called where these may have changed."""
         count_ranks(self._accelerator)
         self._accelerator.gradient_accumulation_steps = self._step_batches
         self._accelerator.step = 0
 
-    def _rest(self, loader: Any, engine: Engine, behind: int, *, agreed: bool) -> Iterator[Any]:
-        """Iterates over the batches of the epoch, but for the first `behind`."""
-        yield from read_behind(self._loader, behind, loader.iteration, engine, agreed=agreed)
+    def _rest(
+        self, loader: Any, engine: Engine, done_batches: int, *, agreed: bool
+    ) -> Iterator[Any]:
+        """Yields the batches of the epoch after the first `done_batches`."""
+        yield from read_behind(self._loader, done_batches, loader.iteration, engine, agreed=agreed)
         loader.iteration += 1
 
 
 def _iterate(session: JobSession, begin: Original, loader: Any) -> Any:
-    """A loader's `__iter__`."""
+    """Replaces a loader's `__iter__`."""
     place, skipped = getattr(loader, "rayzero_place", (None, 0))
     if place is None or session.engine is None:
         return begin(loader)
@@ -196,7 +202,7 @@ def place_of(loader: Any) -> Place | None:
 
 
 def skip_from_place(_: JobSession, skip: Original, dataloader: Any, num_batches: int = 0) -> Any:
-    """`skip_first_batches`, which makes another loader."""
+    """Replaces `skip_first_batches`, which makes another loader."""
     place = place_of(dataloader)
     if place is None:
         return skip(dataloader, num_batches)
@@ -207,12 +213,12 @@ def skip_from_place(_: JobSession, skip: Original, dataloader: Any, num_batches:
 
 
 def can_read_again(loader: Any, *, by_epoch: bool = False) -> bool:
-    """Whether the batches of an epoch can be read again, cut for other ranks: a sampler can cut
-    them, and gives the same order again. `by_epoch`: from the epoch's number alone."""
-    cut: Any = getattr(loader, "batch_sampler", None)
-    if type(cut).__name__ != "BatchSamplerShard" or cut.split_batches:
+    """Returns whether an epoch's batches can be read again, cut for other ranks: a sampler cuts
+    them, and repeats their order. `by_epoch`: the order follows from the epoch's number alone."""
+    shard: Any = getattr(loader, "batch_sampler", None)
+    if type(shard).__name__ != "BatchSamplerShard" or shard.split_batches:
         return False
-    sampler: Any = getattr(cut.batch_sampler, "sampler", None)
+    sampler: Any = getattr(shard.batch_sampler, "sampler", None)
     if type(sampler).__name__ in ("SeedableRandomSampler", "SequentialSampler", "StreamSampler"):
         return True
     generator = getattr(sampler, "generator", None)
@@ -220,7 +226,7 @@ def can_read_again(loader: Any, *, by_epoch: bool = False) -> bool:
 
 
 def count_ranks(accelerator: Any) -> None:
-    """Accelerate counts the present ranks from now on, and cuts batches for them."""
+    """Makes Accelerate count the present ranks from now on, and cut batches for them."""
     states, loaders = import_module("accelerate.state"), import_module("accelerate.data_loader")
     rank, ranks = present_ranks()
     for state in (states.PartialState(), states.AcceleratorState()):
@@ -241,7 +247,7 @@ def _agree_on_order(loader: Any) -> Any:
 
 
 def leave_out(loader: Any) -> None:
-    """Leaves out an epoch, which the job has trained on."""
+    """Leaves out an epoch that the job has trained on."""
     loader.iteration += 1
     leave_out_epoch(loader, loader.iteration)
     if loader.persistent_workers:
@@ -251,11 +257,11 @@ def leave_out(loader: Any) -> None:
 def read_behind(
     loader: Any, batches: int, epoch: int, engine: Engine, *, agreed: bool
 ) -> Iterator[Any]:
-    """Iterates over an epoch's batches, but for the first `batches`. A new iteration draws a seed
-    for its workers, which the epoch has drawn before if it had begun: random states stay, and so
-    does the generator of a loader whose workers persist.
+    """Yields an epoch's batches after the first `batches`. A new iteration draws a seed for its
+    workers. An epoch that has begun has drawn that seed before, so the random states are kept; so
+    is the generator of a loader whose workers persist.
 
-    `agreed`: the ranks have agreed on the sampler's generator before.
+    `agreed`: the ranks have agreed on the state of the sampler's generator before.
     """
     rest = import_module("accelerate").skip_first_batches.__wrapped__(loader, batches)
     rest.iteration = epoch

@@ -1,12 +1,13 @@
-"""Accelerate in a launched script with a loop of its own: `prepare` continues where the job is.
+"""Accelerate in a launched script with its own loop: `prepare` continues at the job's step.
 
 The first DataLoader that is prepared with the model follows the job (`accelerated_loop`). Other
 loaders, such as an evaluation's, are iterated whole. A schedule that the engine does not have is
-stepped as often as it was. All of it follows from the number of finished steps, the batches of a
-step over all ranks, and the ranks of the first generation, which the training state has.
+stepped as often as before. The training state has all that is needed: the finished steps, the
+batches of a step over all ranks, and the number of ranks of the first generation.
 
-A script that resumes from a checkpoint loads it in a new worker, too, and begins its loop at its
-step: those finished since are left out of the loop, and the schedule is stepped as often.
+A script that resumes from a checkpoint also loads it in a new worker, and begins its loop at the
+checkpoint's step. The steps finished since are left out of the loop, and the schedule is stepped
+for them.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from rayzero.workers.session import JobSession
 _first: dict[str, int] = {}
 """`ranks` of the first generation that prepared a model, and `batches` of a step over all ranks."""
 _STATE = "rayzero.accelerate"
-"""Its name in the training state."""
+"""The name of `_first` in the training state."""
 
 
 def patch_partial_state(module: ModuleType) -> None:
@@ -68,7 +69,7 @@ def patch_accelerator(module: ModuleType) -> None:
 
 
 def _join(_: JobSession, init: Original, state: Any, cpu: bool = False, **options: Any) -> None:
-    """`PartialState()`: without a backend Accelerate counts one process where there is no GPU."""
+    """Replaces `PartialState()`, which without a backend counts one process if there is no GPU."""
     if not state.initialized and not cpu and options.get("backend") is None:
         options["backend"] = dist.get_backend()
     init(state, cpu, **options)
@@ -77,7 +78,7 @@ def _join(_: JobSession, init: Original, state: Any, cpu: bool = False, **option
 def _begin(
     session: JobSession, init: Original, accelerator: Any, *args: Any, **options: Any
 ) -> None:
-    """`Accelerator()`."""
+    """Replaces `Accelerator()`."""
     adapt_options(options)
     init(accelerator, *args, **options)
     plugin = accelerator.state.deepspeed_plugin
@@ -86,15 +87,15 @@ def _begin(
         return
     if accelerator.rayzero_scripted and plugin.is_auto("gradient_clipping"):
         plugin.deepspeed_config["gradient_clipping"] = 0.0
-    each = own_batches(session, "the batch size and gradient_accumulation_steps")
-    if each is not None:
-        plugin.gradient_accumulation_steps = accelerator.gradient_accumulation_steps = each
-        plugin.deepspeed_config["gradient_accumulation_steps"] = each
+    batches = own_batches(session, "the batch size and gradient_accumulation_steps")
+    if batches is not None:
+        plugin.gradient_accumulation_steps = accelerator.gradient_accumulation_steps = batches
+        plugin.deepspeed_config["gradient_accumulation_steps"] = batches
 
 
 def own_batches(session: JobSession, fix: str) -> int | None:
-    """This rank's batches of a step in a job that has begun, where the batches of all ranks do not
-    change; None in any other. Raises ConfigError if that is not an equal part."""
+    """Returns this rank's batches of a step in a job that has begun, where the batches of all ranks
+    do not change; None in any other job. Raises ConfigError if the ranks' parts are unequal."""
     if not session.is_resumed:
         return None
     batches = session.assignment.parts
@@ -106,21 +107,21 @@ def own_batches(session: JobSession, fix: str) -> int | None:
         raise ConfigError(
             f"a step of {batches} batches over {ranks} ranks",
             allowed=f"numbers of ranks that divide {batches}",
-            fix=f"--workers, or {fix}",
+            fix=f"change --workers, or {fix}",
         )
     return batches // ranks or None
 
 
 def _recall(session: JobSession) -> None:
-    """Reads `_first` in the state that the script continues from."""
+    """Reads `_first` from the state that the script continues from."""
     with session.open_source() as source:
         if source is not None and session.assignment.generation > 1:
             _first.update(read_value(source, session.assignment.rank, _STATE) or {})
 
 
 def first_ranks(session: JobSession) -> int:
-    """The number of ranks of the first generation that prepared a model; until then, the present
-    one."""
+    """Returns the number of ranks of the first generation that prepared a model; the present number
+    if none has."""
     if not _first:
         _recall(session)
     return _first.get("ranks", dist.get_world_size())
@@ -129,7 +130,7 @@ def first_ranks(session: JobSession) -> int:
 def _prepare(
     session: JobSession, prepare: Original, accelerator: Any, *args: Any, **options: Any
 ) -> Any:
-    """`Accelerator.prepare`."""
+    """Replaces `Accelerator.prepare`."""
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None:
         parts = split_models(args, scripted=accelerator.rayzero_scripted)
@@ -138,9 +139,9 @@ def _prepare(
     if accelerator.rayzero_scripted:
         is_known = not plugin.is_auto("train_micro_batch_size_per_gpu")
         check_prepare(args, knows_batch=is_known)
-    models = [number for number, it in enumerate(args) if isinstance(it, nn.Module)]
+    models = [number for number, given in enumerate(args) if isinstance(given, nn.Module)]
     if accelerator.rayzero_scripted and models:
-        accelerator.deepspeed_engine_wrapped = None  # Accelerate has one; `follow_script` has all
+        accelerator.deepspeed_engine_wrapped = None  # holds one engine; `follow_script` sets all
     result = prepare(accelerator, *args, **options)
     if plugin is None or not models or len(args) < 2:
         return result
@@ -156,14 +157,14 @@ def _prepare(
     if _STATE not in session.registry:
         session.registry.register(_STATE, lambda: dict(_first), _first.update)
     session.divide_step(_first["batches"])
-    schedules = [it for it in result if _is_ours(it)]
+    schedules = [prepared for prepared in result if _is_accelerated(prepared)]
     number = next((n for n, given in enumerate(args) if isinstance(given, DataLoader)), None)
     if number is not None:
         loader = result[number]
         check_sampler(args[number])
         check_training_data(session, loader, _first["ranks"])
         place = Place(accelerator, loader, engine.global_steps, **_first)
-        place.schedules.schedules = [it.scheduler for it in schedules]
+        place.schedules.schedules = [schedule.scheduler for schedule in schedules]
         place.follow(loader)
         if session.engine is not None and can_read_again(loader):
             session.follow_loop(session.engine)
@@ -180,7 +181,7 @@ def _prepare_each(
     parts: list[list[int]],
     options: dict[str, Any],
 ) -> tuple[Any, ...]:
-    """`Accelerator.prepare` of several models."""
+    """Prepares several models, one after the other."""
     if options:
         raise ConfigError(
             f"accelerator.prepare of {len(parts)} models with {', '.join(options)}",
@@ -188,7 +189,7 @@ def _prepare_each(
         )
     found: dict[int, Any] = {}
     for places in parts:
-        prepared = _prepare(session, prepare, accelerator, *(given[it] for it in places))
+        prepared = _prepare(session, prepare, accelerator, *(given[place] for place in places))
         found.update(zip(places, prepared, strict=True))
     return tuple(found[place] for place in range(len(given)))
 
@@ -201,9 +202,9 @@ def _save_once(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """`save_state`, but a new worker's script keeps what was saved after an epoch that was finished
-    before: its files next to the engine's checkpoint, too. A number that Accelerate gives, counted
-    from 0 again, is the next free one."""
+    """Replaces `save_state`. A new worker's script does not save again what was saved after an
+    epoch finished before, so the files next to the engine's checkpoint stay. Automatic checkpoint
+    numbers, which a new worker counts from 0 again, continue with the next free one."""
     if session.engine is not None and session.engine.progress.script_lag:
         return output_dir
     if session.restored_step and accelerator.project_configuration.automatic_checkpoint_naming:
@@ -216,8 +217,9 @@ def _save_once(
 def _load_and_stay(
     session: JobSession, load_state: Original, accelerator: Any, *args: Any, **options: Any
 ) -> None:
-    """`load_state`, but if the engine stays at a later step, so do the schedules, and the random
-    states and the count of micro-batches stay as they are. Registered objects are loaded."""
+    """Replaces `load_state`. If the engine stays at a later step than the checkpoint's, the
+    schedules go to that step, and the random states and the count of micro-batches stay. Registered
+    objects are loaded."""
     if session.engine is None or not session.restored_step:
         load_state(accelerator, *args, **options)
         return
@@ -227,7 +229,7 @@ def _load_and_stay(
     loaded_step = session.loop.asked_step
     if missed := session.engine.progress.step - loaded_step:
         restore_rng(rng, accelerator.device)
-        for schedule in filter(_is_ours, accelerator._schedulers):
+        for schedule in filter(_is_accelerated, accelerator._schedulers):
             apply_rates(schedule.scheduler)
             _advance(schedule, missed)
     for loader in accelerator._dataloaders:
@@ -244,7 +246,7 @@ def _clip(
     norm_type: float = 2,
     **options: Any,
 ) -> Any:
-    """`clip_grad_norm_`."""
+    """Replaces `clip_grad_norm_`."""
     steps = getattr(accelerator, "deepspeed_engine_wrapped", None)
     if isinstance(steps, SeveralSteps):
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
@@ -254,13 +256,14 @@ def _clip(
     return clip(accelerator, parameters, max_norm, norm_type, **options)
 
 
-def _is_ours(given: Any) -> bool:
-    """Whether it is a schedule that the engine does not have."""
+def _is_accelerated(given: Any) -> bool:
+    """Returns whether this is a schedule of Accelerate, which the engine does not have."""
     return type(given).__name__ == "AcceleratedScheduler"
 
 
 def _continue_schedule(schedule: Any, steps: int) -> None:
-    """Steps it as often as it was; and from now on as often a step as on the first ranks."""
+    """Steps a schedule as often as `steps` steps did. From now on each step advances it as often as
+    on the first ranks."""
     _advance(schedule, steps)
     if not schedule.step_with_optimizer or schedule.split_batches:
         return
@@ -275,11 +278,11 @@ def _continue_schedule(schedule: Any, steps: int) -> None:
 
 
 def _advance(schedule: Any, steps: int) -> None:
-    """Steps it as often as Accelerate does in `steps` steps on the first ranks."""
+    """Steps a schedule as often as Accelerate does in `steps` steps on the first ranks."""
     is_per_rank = schedule.step_with_optimizer and not schedule.split_batches
     inner = schedule.scheduler
     last = getattr(inner, "total_steps", math.inf)  # OneCycleLR's
-    with warnings.catch_warnings():  # torch's, of a schedule that is stepped before its optimizer
+    with warnings.catch_warnings():  # by torch: the schedule is stepped before its optimizer
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
         for _ in range(steps * (_first["ranks"] if is_per_rank else 1)):
             if inner._step_count <= last:

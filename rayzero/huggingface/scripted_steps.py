@@ -1,4 +1,4 @@
-"""Accelerate in a launched script that brings no DeepSpeed config: it counts the worker's ranks,
+"""Accelerate in a launched script without a DeepSpeed config: Accelerate counts the worker's ranks,
 and the script's own calls clip and step.
 
 Accelerate over DeepSpeed steps within `accelerator.backward`, and clips to the norm of a config,
@@ -22,8 +22,8 @@ _FIX = "Accelerator(gradient_accumulation_steps=N), and `with accelerator.accumu
 
 
 def adapt_options(options: dict[str, Any]) -> None:
-    """Changes the options of `Accelerator`. Raises ConfigError for what would train without the
-    engine."""
+    """Changes the options of `Accelerator`. Raises ConfigError for options with which Accelerate
+    would train without the engine."""
     for name, variable in (("FSDP", "FSDP"), ("Megatron-LM", "MEGATRON_LM")):
         plugin = options.get(f"{variable.lower()}_plugin")
         if plugin is not None or os.environ.get(f"ACCELERATE_USE_{variable}") == "true":
@@ -37,13 +37,13 @@ def adapt_options(options: dict[str, Any]) -> None:
             raise ConfigError(
                 "Accelerator(cpu=True) on a worker with a GPU",
                 allowed="cpu=True on workers without GPUs",
-                fix="workers.gpus: 0, or Accelerator() without cpu=True",
+                fix="set workers.gpus: 0, or call Accelerator() without cpu=True",
             )
-        options["cpu"] = False  # there, Accelerate would train by DDP
+        options["cpu"] = False  # with cpu=True, Accelerate trains by DDP
 
 
 def brings_no_config(options: dict[str, Any]) -> bool:
-    """Whether neither `Accelerator` nor the command line is given a DeepSpeed config."""
+    """Returns whether neither `Accelerator` nor the command line has a DeepSpeed config."""
     plugins = options.get("deepspeed_plugin"), options.get("deepspeed_plugins")
     is_given = "ACCELERATE_DEEPSPEED_CONFIG_FILE" in os.environ
     return plugins == (None, None) and not is_given
@@ -52,10 +52,10 @@ def brings_no_config(options: dict[str, Any]) -> bool:
 def check_prepare(given: Sequence[Any], *, knows_batch: bool = False) -> None:
     """Raises ConfigError where Accelerate over DeepSpeed cannot prepare what DDP can.
 
-    `knows_batch`: of an earlier model's DataLoader.
+    `knows_batch`: the batch size is known from an earlier model's DataLoader.
     """
     kinds = (nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoader)
-    found = [any(isinstance(it, kind) for it in given) for kind in kinds]
+    found = [any(isinstance(item, kind) for item in given) for kind in kinds]
     found[2] = found[2] or knows_batch
     if any(found[:2]) and not all(found):
         names = ("the model", "its optimizer", "the DataLoader that it is trained on")
@@ -63,20 +63,21 @@ def check_prepare(given: Sequence[Any], *, knows_batch: bool = False) -> None:
         raise ConfigError(
             f"accelerator.prepare was called without {' and '.join(missing)}",
             allowed="one call with model, optimizer and DataLoader, and more calls for the rest",
-            fix="model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
+            fix="call model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
         )
 
 
 def split_models(given: Sequence[Any], *, scripted: bool) -> list[list[int]]:
-    """The places of what `prepare` is called with, for each model: with its optimizer and its
-    schedules; everything else is the first one's. Accelerate over DeepSpeed prepares one a call.
+    """Returns, for each model, the positions of the arguments of `prepare` that belong to it: the
+    model, its optimizer and its schedules. All other arguments go with the first model. Accelerate
+    over DeepSpeed prepares one model a call.
 
     Raises:
-        ConfigError: there are several, and the script brings a config (not `scripted`), or one of
-            them has no optimizer.
+        ConfigError: there are several models, and the script brings a config (not `scripted`), or
+            one of the models has no optimizer.
     """
     places = range(len(given))
-    models = [it for it in places if isinstance(given[it], nn.Module)]
+    models = [place for place in places if isinstance(given[place], nn.Module)]
     if len(models) < 2:
         return [[*places]]
     if not scripted:
@@ -87,19 +88,21 @@ def split_models(given: Sequence[Any], *, scripted: bool) -> list[list[int]]:
             fix="leave the config out of the script, and use `rayzero launch --stage`",
         )
     parts = {model: [model] for model in models}
-    for place in (it for it in places if it not in parts):
-        optimizer = getattr(given[place], "optimizer", given[place])  # a schedule's
+    for place in places:
+        if place in parts:
+            continue
+        optimizer = getattr(given[place], "optimizer", given[place])  # of a schedule, or itself
         groups = getattr(optimizer, "param_groups", ())
         trained = {id(param) for group in groups for param in group["params"]}
-        owner = next((it for it in models if _has_one_of(given[it], trained)), models[0])
+        owner = next((model for model in models if _has_one_of(given[model], trained)), models[0])
         parts[owner].append(place)
     for model, part in parts.items():
-        if not any(isinstance(given[it], torch.optim.Optimizer) for it in part):
+        if not any(isinstance(given[place], torch.optim.Optimizer) for place in part):
             raise ConfigError(
                 f"accelerator.prepare was called with a {type(given[model]).__name__} without its "
                 "optimizer, next to other models",
                 allowed="models that are trained, each with an optimizer of its own",
-                fix="model.to(accelerator.device) in place of prepare, for one that only evaluates",
+                fix="call model.to(accelerator.device) instead, for a model that only evaluates",
             )
     return [*parts.values()]
 
@@ -113,7 +116,7 @@ class ScriptedSteps:
     optimizer's `step` and `zero_grad`.
 
     Args:
-        gradient_state: Accelerate's: whether the current micro-batch ends a step.
+        gradient_state: Accelerate's, which tells whether the current micro-batch ends a step.
     """
 
     def __init__(self, engine: Any, gradient_state: Any) -> None:
@@ -144,8 +147,9 @@ class ScriptedSteps:
             self.engine.zero_grad()
 
     def clip_and_step(self, max_norm: float, norm_type: float) -> Tensor:
-        """The norm before clipping is known when all ranks have agreed on the step, so it is done
-        here; `step` then finds nothing to do. Within a step, the norm of the last one."""
+        """Clips and steps; returns the norm before clipping, or within a step the norm of the
+        previous one. The norm is known only when all ranks have voted on the step, so the step is
+        made here, and the script's `step` then finds nothing to do."""
         if float(norm_type) != 2.0:
             raise ConfigError(f"clip_grad_norm_(norm_type={norm_type})", allowed="norm_type=2")
         if self.engine.step_is_due:
@@ -158,8 +162,9 @@ class ScriptedSteps:
         return norm
 
     def check_stepped(self) -> None:
-        """Called where the script takes a further batch. Raises ConfigError if it accumulates
-        gradients by itself: a change of size, and a fault, could not keep the samples of a step."""
+        """Called where the script takes a further batch. Raises ConfigError if the script
+        accumulates gradients by itself: after a resize or a fault the samples of a step would
+        differ."""
         if self.engine.step_is_due:
             raise ConfigError(
                 "the script took another batch after accelerator.backward(loss), without "
@@ -169,13 +174,13 @@ class ScriptedSteps:
 
 
 class SeveralSteps:
-    """In the place of `ScriptedSteps`, where a script trains several engines, as of a GAN. A
-    backward reaches those whose outputs its loss comes from, and each adds up what it gets until
+    """Replaces `ScriptedSteps` in a script that trains several engines, such as a GAN. A backward
+    reaches the engines whose outputs its loss depends on. Each engine adds up its gradients until
     its optimizer's `step` or `zero_grad`, as with DDP. The engines report no loss."""
 
     def __init__(self, each: list[ScriptedSteps]) -> None:
         self.each = each
-        self.engine = self  # as of `end_training`
+        self.engine = self  # on which `Accelerator.end_training` calls `destroy`
 
     def destroy(self) -> None:
         for steps in self.each:
@@ -187,16 +192,17 @@ class SeveralSteps:
                 raise ConfigError(
                     "accelerator.backward(loss) in fp16, with several models",
                     allowed="bf16, or no mixed precision, where one loss may reach several models",
-                    fix='Accelerator(mixed_precision="bf16")',
+                    fix='use Accelerator(mixed_precision="bf16")',
                 )
             steps.tell_boundary(sync_gradients)
         loss.backward(**options)
 
     def of(self, parameters: Sequence[Any]) -> ScriptedSteps:
-        """The steps of the engine that has all `parameters`. Raises ConfigError if none has."""
-        wanted = {id(it) for it in parameters}
+        """Returns the steps of the engine that has all `parameters`. Raises ConfigError if none
+        has."""
+        wanted = {id(param) for param in parameters}
         for steps in self.each:
-            if wanted <= {id(it) for it in steps.engine.module.parameters()}:
+            if wanted <= {id(param) for param in steps.engine.module.parameters()}:
                 return steps
         raise ConfigError(
             "clip_grad_norm_ of parameters of several models",
@@ -207,8 +213,8 @@ class SeveralSteps:
         return self.each[0].get_global_grad_norm()
 
     def check_stepped(self) -> None:
-        """Raises as `ScriptedSteps` if all engines have a step due: one alone may keep gradients
-        that another engine's loss brought."""
+        """Raises as `ScriptedSteps.check_stepped` if all engines have a step due. A single engine
+        may keep gradients from another engine's loss."""
         if all(steps.engine.step_is_due for steps in self.each):
             self.each[0].check_stepped()
 
@@ -219,6 +225,6 @@ def follow_script(accelerator: Any, engine: Any, prepared: Sequence[Any]) -> Non
     before = getattr(accelerator, "rayzero_steps", [])
     accelerator.rayzero_steps = each = [*before, steps]
     accelerator.deepspeed_engine_wrapped = SeveralSteps(each) if before else steps
-    for it in prepared:
-        if isinstance(it, torch.optim.Optimizer):  # DeepSpeedOptimizerWrapper
-            vars(it).update(step=steps.step, zero_grad=steps.zero_grad)
+    for item in prepared:
+        if isinstance(item, torch.optim.Optimizer):  # DeepSpeedOptimizerWrapper
+            vars(item).update(step=steps.step, zero_grad=steps.zero_grad)

@@ -1,8 +1,9 @@
 """Streams and iterables as training data of Trainer and Accelerate.
 
-A stream is a map-style dataset, and is cut, skipped and read again as one. An iterable is read from
-its first sample by each new call of the script, and what the job has trained on is left out: its
-order must not depend on the number of ranks, and Trainer counts no epochs of it.
+A stream is cut, skipped and read again as a map-style dataset. Each new call of the script reads an
+iterable from its first sample, and leaves out the samples that the job has trained on. An
+iterable's order must therefore not depend on the number of ranks. Trainer counts no epochs of an
+iterable.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rayzero.workers.session import JobSession
 def check_train_dataset(
     _: JobSession, init: Original, trainer: Any, *args: Any, **options: Any
 ) -> None:
-    """`Trainer()`. Raises ConfigError for training data that a DataLoader cannot read."""
+    """Replaces `Trainer()`. Raises ConfigError for training data that a DataLoader cannot read."""
     data = args[3] if len(args) > 3 else options.get("train_dataset")
     is_map_style = hasattr(data, "__getitem__") and not isinstance(data, str)
     can_read = isinstance(data, IterableDataset) or is_map_style
@@ -31,13 +32,13 @@ def check_train_dataset(
         raise ConfigError(
             f"Trainer(train_dataset=...) got a {type(data).__name__}",
             "a map-style dataset, a stream of rayzero.data, or an iterable dataset",
-            f"train_dataset: {way_out(data)}",
+            f"set train_dataset: {way_out(data)}",
         )
     init(trainer, *args, **options)
 
 
 def choose_sampler(_: JobSession, choose: Original, trainer: Any, *args: Any) -> Any:
-    """`Trainer._get_train_sampler`. A stream shuffles itself."""
+    """Replaces `Trainer._get_train_sampler`: a stream shuffles itself."""
     data = args[0] if args and args[0] is not None else trainer.train_dataset
     if not isinstance(data, StreamDataset):
         return choose(trainer, *args)
@@ -52,8 +53,8 @@ def choose_sampler(_: JobSession, choose: Original, trainer: Any, *args: Any) ->
 
 
 def check_training_data(session: JobSession, loader: Any, first_ranks: int) -> None:
-    """Follows the stream that a prepared loader reads. Raises ConfigError if its order depends on
-    the ranks, and those of the job's beginning were others."""
+    """Keeps the identity of a prepared loader's stream in the training state. Raises ConfigError if
+    the order of an iterable depends on the ranks, and the job began with other ranks."""
     data = loader.dataset
     if isinstance(data, StreamDataset) and STATE_NAME not in session.registry:
         data.keep_identity(session.registry.register)
@@ -66,18 +67,18 @@ def check_training_data(session: JobSession, loader: Any, first_ranks: int) -> N
             f"an iterable dataset's shards were divided among {first_ranks} ranks, now among "
             f"{ranks}",
             "dispatch_batches=True, Accelerate's default: rank 0 reads all",
-            f"the training data: {way_out(data)}",
+            f"replace the training data: {way_out(data)}",
         )
 
 
 def check_first_batch(batches: list[Any], trainer: Any) -> None:
-    """Called with what Trainer reads first in a job that has begun. Raises DataError if the data
-    has ended before."""
+    """Called with the first batches that Trainer reads in a job that has finished steps. Raises
+    DataError if an iterable has ended before these."""
     data = trainer.train_dataset
     if not batches and isinstance(data, IterableDataset):
         raise DataError(
             f"the training data, a {type(data).__name__}, has ended before step "
-            f"{trainer.state.global_step}, behind which the job goes on: Trainer cannot continue "
-            "in a later epoch of an iterable",
-            fix=f"train_dataset: {way_out(data)}",
+            f"{trainer.state.global_step}, after which the job continues: Trainer cannot "
+            "continue in a later epoch of an iterable",
+            fix=f"set train_dataset: {way_out(data)}",
         )

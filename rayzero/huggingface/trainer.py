@@ -1,10 +1,10 @@
-"""transformers' Trainer in a launched script: where a call of `train` begins, and what follows its
-events.
+"""transformers' Trainer in a launched script: `train` begins at the job's step, and a callback
+follows its events.
 
 A Trainer whose job has finished steps resumes from a folder, as from a checkpoint of its own. The
 folder has the TrainerState that another Trainer has registered with the training state
-(`trainer_state`), or one of the finished steps alone, without a log. The engine, the schedule and
-the random states continue from the job's memory.
+(`trainer_state`), or else a TrainerState with only the number of finished steps, without a log. The
+engine, the schedule and the random states continue from the job's memory.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def patch_trainer(module: ModuleType) -> None:
 
 
 _runs: list[TrainerRun] = []
-"""The call of `train` that runs, or the last one; its Trainer's state is that of the job."""
+"""The running call of `train`, or the last one. Its Trainer's state is that of the job."""
 
 
 def _run_of(trainer: Any) -> TrainerRun | None:
@@ -93,7 +93,7 @@ def _train(
 def _read(
     _: JobSession, read: Original, trainer: Any, iterator: Any, count: int, device: Any
 ) -> Any:
-    """`get_batch_samples`. Nothing is left to read where training is over."""
+    """Replaces `get_batch_samples`, which reads nothing when training is over."""
     if (run := _run_of(trainer)) is None:
         return read(trainer, iterator, count, device)
     if run.is_over:
@@ -110,7 +110,7 @@ def _read(
 
 
 def _get_loader(session: JobSession, get: Original, trainer: Any) -> Any:
-    """`get_train_dataloader`."""
+    """Replaces `get_train_dataloader`."""
     loader = get(trainer)
     check_training_data(session, loader, first_ranks(session))
     return loader
@@ -119,7 +119,7 @@ def _get_loader(session: JobSession, get: Original, trainer: Any) -> Any:
 def _run_step(
     _: JobSession, run_step: Original, trainer: Any, model: Any, inputs: Any, items: Any = None
 ) -> Any:
-    """`training_step`."""
+    """Replaces `training_step`."""
     if (run := _run_of(trainer)) is None or run.steps is None:
         return run_step(trainer, model, inputs, items)
     return run.steps.run(inputs, items)
@@ -128,17 +128,17 @@ def _run_step(
 def _load_engine(
     _: JobSession, load: Original, engine: Any, folder: Any, *args: Any, **options: Any
 ) -> Any:
-    """`deepspeed_load_checkpoint`, but for a folder that `train` was given here the engine stays
-    as it is."""
+    """Replaces `deepspeed_load_checkpoint`. The engine stays as it is if the folder is that of
+    `TrainerRun`."""
     if not _runs or folder is None or _runs[0].folder != folder:
         return load(engine, folder, *args, **options)
     return _runs[0].load_engine()
 
 
 def _evaluate(_: JobSession, loop: Original, trainer: Any, *args: Any, **options: Any) -> Any:
-    """`evaluation_loop`, also before `train` in a script without a DeepSpeed config: Trainer over
-    DeepSpeed refuses that below stage 3, where each rank has the whole model. Raises
-    CollectiveError if a rank is lost meanwhile, whose part of the metrics is missing."""
+    """Replaces `evaluation_loop`. A script without a DeepSpeed config may evaluate before `train`
+    below stage 3, where each rank has the whole model; Trainer over DeepSpeed refuses that. Raises
+    CollectiveError if a rank is lost meanwhile, since its part of the metrics is missing."""
     given = trainer.is_deepspeed_enabled
     is_own = not given or trainer.deepspeed is not None or trainer.args.deepspeed
     if not is_own and trainer.accelerator.state.deepspeed_plugin.zero_stage != 3:
@@ -156,23 +156,23 @@ def _evaluate(_: JobSession, loop: Original, trainer: Any, *args: Any, **options
 def _adapt_batches(
     session: JobSession, post_init: Original, arguments: Any, *args: Any, **options: Any
 ) -> None:
-    """`TrainingArguments.__post_init__`: a step has as many samples as on the first ranks."""
-    each = own_batches(session, "per_device_train_batch_size and gradient_accumulation_steps")
-    if each is not None:
-        arguments.gradient_accumulation_steps = each
+    """Replaces `TrainingArguments.__post_init__`: a step keeps the samples of the first ranks."""
+    batches = own_batches(session, "per_device_train_batch_size and gradient_accumulation_steps")
+    if batches is not None:
+        arguments.gradient_accumulation_steps = batches
     post_init(arguments, *args, **options)
 
 
 class TrainerRun:
-    """One call of `train`: a callback of transformers, which hears of events after all others. Used
-    in the training thread.
+    """One call of `train`: a transformers callback, called after all other callbacks. Used in the
+    training thread.
 
     Attributes:
-        recorder: of the Trainer's state.
-        steps: runs the Trainer's steps; None where they cannot be run again.
+        recorder: records the Trainer's state.
+        steps: runs the Trainer's steps; None if steps cannot be run again.
         folder: from which Trainer resumes; None at the start of a job.
         is_over: training ended with a step that was finished before this call of `train`.
-        is_first_read: nothing was read of a job that had begun.
+        is_first_read: the job had begun before, and this call has read nothing yet.
     """
 
     def __init__(self, trainer: Any, session: JobSession) -> None:
@@ -191,7 +191,7 @@ class TrainerRun:
 
     @contextmanager
     def resumption(self) -> Iterator[str | None]:
-        """Within it, the folder from which Trainer resumes exists; None at the start of a job."""
+        """Yields the folder from which Trainer resumes; None at the start of a job."""
         if not self._session.is_resumed:
             yield None
             return
@@ -210,8 +210,8 @@ class TrainerRun:
             yield self.folder
 
     def load_engine(self) -> None:
-        """Called where Trainer loads the engine from the folder, and the schedule after it: the
-        engine has restored itself, and these are its random states."""
+        """Called where Trainer loads the engine from the folder, before the schedule. The engine
+        has restored itself and its random states, so this only writes a schedule to load."""
         trainer, folder = self._trainer, self.folder
         engine = trainer.model_wrapped
         self._restored_rng = capture_rng(engine.device)
@@ -231,8 +231,8 @@ class TrainerRun:
             self._restored_rng = None
 
     def on_train_begin(self, *args: Any, **options: Any) -> None:
-        """Continues after the last finished step, with what Trainer does for it. Its random states
-        are those of the step's end, and afterwards those with which the next step begins. Lets
+        """Does first what Trainer does after the last finished step, with the random states of that
+        step's end; the random states after that are those with which the next step begins. Lets
         `train` continue after faults and resizes, if its steps can be run again."""
         trainer, session = self._trainer, self._session
         found, self._found = self._found, None
@@ -252,7 +252,7 @@ class TrainerRun:
         state, control = trainer.state, trainer.control
         if session.is_resumed and _ends(state, control):
             self.is_over = control.should_training_stop = True
-            # The loop is where its last step was: it may load the best model.
+            # The loop has reached its last step, after which it may load the best model.
             trainer.model_wrapped.progress.script_lag = 0
         if session.engine and can_follow(trainer):
             session.follow_loop(session.engine)
@@ -283,16 +283,16 @@ class TrainerRun:
         trainer._maybe_log_save_evaluate(loss, norm, engine, None, epoch, None, time.time())
 
     def on_epoch_begin(self, *args: Any, **options: Any) -> None:
-        if self.is_over:  # an empty epoch: its end is not reported
+        if self.is_over:  # the epoch is empty: other callbacks do not get its end
             handler = self._trainer.callback_handler
             self._other_callbacks, handler.callbacks = handler.callbacks, [self]
         elif self._trainer.state.global_step % self.recorder.steps_per_epoch == 0:
-            self.restore_rng()  # else after the batches that Trainer skips
+            self.restore_rng()  # otherwise restored after the batches that Trainer skips
 
     def on_step_begin(self, *args: Any, **options: Any) -> None:
         if len(self._session.engines) > 1:
             raise ConfigError(
-                "a script trains another engine beside its Trainer's, as in a callback",
+                "a script trains another engine in addition to its Trainer's, as in a callback",
                 allowed="one engine that trains, and any number that only evaluate",
                 fix="train the other model without an engine (a torch optimizer, on each rank), or "
                 "write the loop with Accelerate: accelerator.prepare takes several models",
@@ -317,12 +317,12 @@ class TrainerRun:
 
 
 def _ends(state: Any, control: Any) -> bool:
-    """Whether training ends with the present step."""
+    """Returns whether training ends with the present step."""
     return bool(control.should_training_stop or state.global_step >= state.max_steps)
 
 
 def _find_state(session: JobSession) -> dict[str, Any] | None:
-    """Returns the `Recorder.state` of an earlier Trainer after the restored step; None where a
+    """Returns the `Recorder.state` of an earlier Trainer after the restored step; None if a
     survivor sends it later, or there is none."""
     assignment = session.assignment
     if assignment.survivors_stay:

@@ -1,7 +1,7 @@
 """The state of a transformers Trainer that the engine does not have: counters, log, callbacks.
 
-It is registered with the training state, from which a Trainer continues that begins in a new
-process; and survivors send it to new members.
+The state is registered with the training state, from which a Trainer in a new process continues.
+Survivors also send it to new members.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch.distributed as dist
 
 NAME = "rayzero.trainer"
-"""Of the value in the training state."""
+"""The name of a Trainer's state in the training state."""
 _NOT_KEPT = frozenset(
     {"is_local_process_zero", "is_world_process_zero", "log_history", "stateful_callbacks"}
 )
@@ -24,21 +24,21 @@ _NOT_KEPT = frozenset(
 
 
 class Recorder:
-    """Follows one call of `train`.
+    """Records the state of the Trainer in one call of `train`.
 
     Attributes:
         steps_per_epoch: 0 until Trainer has counted them.
-        parts: batches of a step, over all ranks.
+        parts: number of batches of a step, over all ranks.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.steps_per_epoch = 0
         self.parts = trainer.args.gradient_accumulation_steps * dist.get_world_size()
         self._trainer = trainer
-        self._ended_epoch = -1  # the step of its end that callbacks have heard of
-        self._loss = 0.0  # since the last log: the global batch's, which a lost rank has a part in
+        self._ended_epoch = -1  # step of the newest epoch's end that callbacks were called for
+        self._loss = 0.0  # sum since the last log, of the global batch: a rank may be lost
         self._log = np.empty(0, dtype=np.uint8)
-        self._logged = 0  # entries
+        self._logged = 0  # number of entries in `_log`
 
     def step_begins(self) -> None:
         if self._trainer.state.global_step == self._trainer._globalstep_last_logged:
@@ -51,18 +51,20 @@ class Recorder:
         self._ended_epoch = self._trainer.state.global_step
 
     def tell(self) -> tuple[int, dict[str, Any]]:
-        """The finished steps that Trainer and the engine know of, and `state`."""
+        """Returns the finished steps after which `state` holds, and `state`."""
         state = self.state()
         return self._trainer.state.global_step + state["step_end_due"], state
 
     def state(self) -> dict[str, Any]:
-        """Returns the argument of `take`. `step_end_due`: the engine has finished the step, Trainer
-        has not counted it; else `control` has what is due after it, and an epoch's end is, if it is
-        not `ended_epoch`."""
+        """Returns the argument of `take`. If `step_end_due`, the engine has finished a step that
+        Trainer has not counted. Otherwise `control` has what is due after the last step, and an
+        epoch's end is due if the step is the last of an epoch and not `ended_epoch`."""
         trainer = self._trainer
         is_due = trainer.model_wrapped.global_steps > trainer.state.global_step
         return {
-            "state": {key: it for key, it in vars(trainer.state).items() if key not in _NOT_KEPT},
+            "state": {
+                name: value for name, value in vars(trainer.state).items() if name not in _NOT_KEPT
+            },
             "log": self._encoded_log(),
             "callbacks": export_callbacks(trainer),
             "control": asdict(trainer.control),
@@ -75,7 +77,7 @@ class Recorder:
         }
 
     def take(self, found: dict[str, Any]) -> None:
-        """Continues as the sender of `state`, in a Trainer that has begun to train."""
+        """Lets a Trainer that has begun to train continue where the sender of `state` is."""
         trainer = self._trainer
         vars(trainer.state).update(state_attributes(found))
         trainer.args.restore_callback_states_from_checkpoint = True
@@ -85,7 +87,7 @@ class Recorder:
         self.continue_from(found)
 
     def continue_from(self, found: dict[str, Any]) -> None:
-        """The part of `take` that Trainer's own resumption leaves out."""
+        """Does the part of `take` that Trainer's own resumption leaves out."""
         trainer = self._trainer
         self._loss, trainer._total_loss_scalar = found["losses"]
         trainer._tr_loss.fill_(self._loss)
@@ -101,15 +103,15 @@ class Recorder:
 
     @property
     def _step_loss(self) -> float:
-        """The last step's, as Trainer averages it over ranks."""
+        """The loss of the last step, averaged over ranks as by Trainer."""
         loss = self._trainer.model_wrapped.metrics.loss
         return loss if loss is not None and math.isfinite(loss) else 0.0
 
     def _encoded_log(self) -> np.ndarray[Any, Any]:
-        """The log as lines of JSON. It is encoded once for each entry: this is called in every
-        step."""
+        """Returns the log as lines of JSON. Called in every step, so encodes only a log that has
+        grown."""
         log = self._trainer.state.log_history
-        log = log[:-1] if _has_summary(log) else log  # it is logged at each end of training
+        log = log[:-1] if _has_summary(log) else log  # a summary is logged at each end of training
         if len(log) != self._logged:
             lines = "".join(f"{json.dumps(entry, default=float)}\n" for entry in log)
             self._log, self._logged = np.frombuffer(lines.encode(), dtype=np.uint8), len(log)
@@ -121,14 +123,14 @@ def _has_summary(log: list[dict[str, Any]]) -> bool:
 
 
 def state_attributes(found: dict[str, Any]) -> dict[str, Any]:
-    """Attributes of a TrainerState, from what `Recorder.state` has returned."""
+    """Returns the attributes of a TrainerState, from what `Recorder.state` has returned."""
     log = [json.loads(line) for line in found["log"].tobytes().splitlines()]
     kept: dict[str, Any] = found["state"]
     return kept | {"log_history": log, "stateful_callbacks": found["callbacks"]}
 
 
 def schedule_state(trainer: Any) -> dict[str, Any] | None:
-    """None if the engine has the schedule."""
+    """Returns the state of the Trainer's schedule; None if the engine has the schedule."""
     if trainer.model_wrapped.lr_scheduler is not None:
         return None
     state: dict[str, Any] = trainer.lr_scheduler.state_dict()
@@ -136,8 +138,9 @@ def schedule_state(trainer: Any) -> dict[str, Any] | None:
 
 
 def load_schedule(trainer: Any, state: dict[str, Any] | None) -> None:
-    """Loads a schedule that the engine does not have, and sets the engine's rates: the schedule
-    restores its own position only, the engine an optimizer's options only with its own schedule."""
+    """Loads a schedule that the engine does not have, and sets the engine's learning rates. The
+    schedule restores only its position, and the engine restores rates only with its own schedule.
+    """
     if state is None:
         return
     trainer.lr_scheduler.load_state_dict(state)
@@ -147,9 +150,9 @@ def load_schedule(trainer: Any, state: dict[str, Any] | None) -> None:
 
 
 def export_callbacks(trainer: Any) -> dict[str, Any]:
-    """The states of callbacks and of the control, as Trainer writes them into a checkpoint."""
+    """Returns the states of callbacks and control, as Trainer writes them into a checkpoint."""
     library = import_module("transformers.trainer_callback")
     every = (*trainer.callback_handler.callbacks, trainer.control)
-    kept = [it for it in every if isinstance(it, library.ExportableState)]
+    kept = [owner for owner in every if isinstance(owner, library.ExportableState)]
     states: dict[str, Any] = library.TrainerState(stateful_callbacks=kept).stateful_callbacks
     return states

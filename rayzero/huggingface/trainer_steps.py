@@ -1,14 +1,14 @@
-"""The steps of a transformers Trainer whose ranks may change: read, run, and run again where lost.
+"""The steps of a transformers Trainer whose ranks may change: read, run, and run again if lost.
 
-The number of turns of Trainer's loop is fixed, and so is the number of batches that it takes in
-each. So what a `FollowedLoop` reads again is run within the turn, and a step over other ranks than
-those that the loop has begun on runs all of this rank's batches in the last turn of the step. A
-step that Trainer has counted is run again without what Trainer did after it, which stands.
+The number of turns of Trainer's loop is fixed, and so is the number of batches that the loop takes
+in each turn. A lost step is therefore run again within the turn. A step on other ranks than those
+on which the loop has begun runs all of this rank's batches in the last turn of the step. A step
+that Trainer has counted is run again without what Trainer did after it (logs, saves, evaluations).
 
-New members begin with the loop's first turn, without what Trainer knows of earlier steps: they get
-it from a survivor where both read the batches of a step. If the job has gone back, that is after
-the last step that a survivor has counted: until then survivors run their steps again, new members
-run them for the first time, and log, save and evaluate nothing, as the survivors have.
+New members begin with the loop's first turn and without Trainer's state. A survivor sends them its
+state where both read the batches of a step. If the job has gone back, this happens after the last
+step that a survivor has counted. Until then survivors run their steps again, and new members run
+them for the first time, but do not log, save or evaluate, because the survivors have done so.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ def _base() -> Any:
 
 
 def can_follow(trainer: Any) -> bool:
-    """Whether the steps of a Trainer can be run again: not if its class makes the inputs, or the
-    step, in another way than transformers'; nor if it counts tokens in collectives for each
-    batch."""
+    """Returns whether the steps of a Trainer can be run again. They cannot if its class overrides
+    how inputs are read or a step is run, or if it counts tokens in a collective for each batch."""
     own = ("get_batch_samples", "training_step", "_prepare_inputs")
     if any(getattr(type(trainer), name) is not getattr(_base(), name) for name in own):
         return False
@@ -51,11 +50,13 @@ class _Step:
     """A step that this rank runs, or has finished.
 
     Attributes:
-        batches: that it has read, as one of `ranks`: its rank and the world size then.
-        turns: of Trainer's loop.
-        rng, schedule: the states with which it began; `schedule` is None where the engine has it.
-        turn: the present one, from 1.
-        given: the sum of the losses that Trainer has got.
+        batches: the batches that this rank has read for it.
+        ranks: the rank and the world size for which `batches` were cut.
+        turns: the turns of Trainer's loop in the step.
+        rng, schedule: the states with which the step began; `schedule` is None if the engine has
+            the schedule.
+        turn: the present turn, from 1.
+        given: the sum of the losses returned to Trainer.
     """
 
     batches: list[Any]
@@ -68,7 +69,7 @@ class _Step:
 
 
 class TrainerSteps:
-    """The steps of one call of `train`, in its training thread."""
+    """The steps of one call of `train`. Used by the training thread."""
 
     def __init__(
         self, trainer: Any, session: JobSession, engine: Engine, recorder: Recorder
@@ -77,14 +78,14 @@ class TrainerSteps:
         self._engine = engine
         self._recorder = recorder
         self._loader = trainer.callback_handler.train_dataloader
-        self._iterator: Iterator[Any] | None = None  # Trainer's, of the epoch
+        self._iterator: Iterator[Any] | None = None  # Trainer's, of the present epoch
         self._source: Iterator[Any] = iter(())
         self._loop = FollowedLoop(session, engine)
         self._steps: dict[int, _Step] = self._loop.kept
         self._counted = -1
-        """Steps that a survivor had counted when it came to this generation; -1 in the first."""
+        """Steps that a survivor had counted on entry to this generation; -1 in the first one."""
         self._sender: int | None = None
-        """The rank that sends its state to new members, once all are where it is."""
+        """The rank that sends its state to new members, once all ranks have run its steps."""
 
     @property
     def broken(self) -> str:
@@ -93,17 +94,17 @@ class TrainerSteps:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether a survivor has done what Trainer does after the step that it has counted last."""
+        """Whether a survivor has done already what Trainer does after the last counted step."""
         counted: int = self._trainer.state.global_step
         return counted <= self._counted
 
     def read(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], Any]:
-        """Does what `get_batch_samples` does: returns as many batches as Trainer asks for, and
-        reads those of this rank's part of the step."""
+        """Does what `get_batch_samples` does. Reads this rank's batches of the step, and returns as
+        many batches as Trainer asks for."""
         self._await_ranks()
         step: int = self._trainer.state.global_step
         if iterator is not self._iterator:
-            if self._iterator is not None:  # an epoch is cut where its first batch is read
+            if self._iterator is not None:  # a new epoch, which was cut for the present ranks
                 self._loop.ranks = present_ranks()
             self._iterator = self._source = iterator
         if self._loop.ranks != present_ranks():
@@ -116,8 +117,9 @@ class TrainerSteps:
         return (batches if turns == len(batches) else [batches[0]] * turns), items
 
     def run(self, inputs: Any, items: Any) -> Tensor:
-        """Does what `training_step` does. The sum of a step's results is the loss of the global
-        batch, so that what Trainer logs does not depend on ranks that are lost before it does."""
+        """Does what `training_step` does. The results of a step add up to the loss of the global
+        batch, so that the loss in Trainer's log includes ranks that are lost before it is written.
+        """
         number: int = self._trainer.state.global_step
         step, engine = self._steps[number], self._engine
         if not step.turn:
@@ -136,14 +138,14 @@ class TrainerSteps:
         while self._loop.has_changed:
             self._await_ranks()
             loss = self._run_again(number)
-        if (told := engine.metrics.loss) is not None:
-            loss = self._trainer._tr_loss.new_tensor(told) - step.given  # in its sum's dtype
+        if (global_loss := engine.metrics.loss) is not None:  # in the dtype of Trainer's sum
+            loss = self._trainer._tr_loss.new_tensor(global_loss) - step.given
         return loss
 
     def _await_ranks(self) -> None:
-        """Waits for all ranks, and runs the steps again behind which the job has gone back."""
+        """Waits for all ranks, and runs the counted steps again that the job has gone back by."""
         device = self._engine.device
-        rng, goes_back = capture_rng(device), False  # the engine goes back to the restored ones
+        rng, goes_back = capture_rng(device), False  # the engine sets the restored random states
         while True:
             if self._loop.follow():
                 self._begin_generation()
@@ -165,8 +167,8 @@ class TrainerSteps:
         self._counted, self._sender = -1, None
 
     def _meet(self) -> None:
-        """All ranks meet where a step begins: once in a generation to find out where each is, and
-        once to give a survivor's state to the new members. Collective."""
+        """Exchanges, where a step begins, how many steps each rank has counted; once in a
+        generation. Later sends a survivor's state to the new members, once. Collective."""
         if (reported := self._loop.meet(self._trainer.state.global_step)) is not None:
             counted = [steps if knows else -1 for knows, steps in reported]
             self._counted = max(counted)
@@ -177,9 +179,9 @@ class TrainerSteps:
                 self._recorder.take(state)
 
     def _run_again(self, number: int) -> Tensor:
-        """Runs the step that follows `number` finished ones; it may be lost again. Leaves the
-        random states of its end. Raises CollectiveError if it was not kept: the script is run
-        again."""
+        """Runs the step after `number` finished steps again; it may be lost again. Leaves the
+        random states of the step's end. Raises CollectiveError if the step was not kept: the script
+        is then run again."""
         if (step := self._steps.get(number)) is None:
             counted = self._trainer.state.global_step
             raise CollectiveError(
@@ -195,14 +197,15 @@ class TrainerSteps:
         return self._run_all(step.batches, items)
 
     def _read(self, source: Iterator[Any], count: int) -> tuple[list[Any], Any]:
-        """Reads batches; also returns the number of their items, which weights the loss."""
+        """Reads batches. Returns these, and the number of their items, which weights the loss."""
         trainer = self._trainer
         read = _base().get_batch_samples.__wrapped__
         batches, items = read(trainer, source, count, trainer.args.device)
         return batches, items
 
     def _run(self, inputs: Any, items: Any) -> Tensor:
-        """Trains on one batch; the last one of a step ends it. Returns its part of the loss."""
+        """Trains on one batch; the last batch of a step ends the step. Returns its part of the
+        loss."""
         trainer = self._trainer
         run = _base().training_step.__wrapped__
         loss: Tensor = run(trainer, trainer.model_wrapped, inputs, items)
@@ -219,14 +222,15 @@ class TrainerSteps:
         return loss
 
     def _source_of(self, step: int) -> Iterator[Any]:
-        """The batches of an epoch from `step` on, cut for the present ranks."""
+        """Returns an iterator over an epoch's batches from `step` on, cut for the present ranks."""
         epoch, done = divmod(step, self._recorder.steps_per_epoch)
-        behind = done * (self._recorder.parts // dist.get_world_size())
-        return read_behind(self._loader, behind, epoch, self._engine, agreed=True)
+        done_batches = done * (self._recorder.parts // dist.get_world_size())
+        return read_behind(self._loader, done_batches, epoch, self._engine, agreed=True)
 
     def _batches_of(self, turns: int) -> int:
-        """Number of this rank's batches of a step for which Trainer's loop makes so many turns:
-        less at an epoch's end, where Trainer's own number is right."""
+        """Returns this rank's number of batches of a step for which Trainer's loop makes that many
+        turns. On as many ranks as at the start these are equal, also in an epoch's short last
+        step."""
         batches: int = self._recorder.parts // dist.get_world_size()
         return turns if batches == self._trainer.args.gradient_accumulation_steps else batches
 

@@ -1,5 +1,5 @@
-"""Adapters to vLLM, of which rayzero is no part: nothing in `engine`, `workers` and `orchestrator`
-imports this package. It needs vLLM 0.28 or newer: `rayzero[vllm]`.
+"""Adapters to vLLM. Nothing in `engine`, `workers` and `orchestrator` imports this package, which
+needs vLLM 0.28 or newer: `rayzero[vllm]`.
 
 | | side | by |
 |---|---|---|
@@ -23,11 +23,11 @@ log = logging.getLogger("rayzero.vllm")
 def register() -> None:
     """Makes the backend known to vLLM, once in each of its processes.
 
-    vLLM calls it by the entry point `vllm.general_plugins`, also where nobody asks for the backend:
-    so an older vLLM only gets a warning.
+    vLLM calls this by the entry point `vllm.general_plugins`, even if the backend is not used, so
+    an older vLLM only gets a warning.
     """
     try:
-        # WeightSource is there from 0.28, whose engines are constructed otherwise than before.
+        # WeightSource exists from 0.28 on, when the constructors of engines changed, too.
         from vllm.distributed.weight_transfer import WeightSource, WeightTransferEngineFactory  # noqa: F401
     except ImportError as error:
         log.warning("the weight transfer backend %r needs vllm>=0.28: %s", BACKEND, error)

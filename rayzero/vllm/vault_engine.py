@@ -1,8 +1,9 @@
 """`VaultWeightTransferEngine`: vLLM's workers read the trainer's weights from their node's memory.
 
-No collective and no connection: a generator that dies or stops is nothing to the trainer, and the
-other way round. `VaultWeights`, in the role's process, opens a version's slots and drives the
-update; this is the part in each of vLLM's workers, by the backend's name.
+There is no collective and no connection, so a generator that dies or stops does not affect the
+trainer, nor the trainer a generator. `VaultWeights`, in the role's process, opens a version's slots
+and drives the update. The class here is the part in each of vLLM's workers, which find it by the
+backend's name.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from rayzero.workers.weights.reader import select_engine
 
 @dataclass
 class VaultInitInfo(WeightTransferInitInfo):
-    """Empty: what is needed comes with each update."""
+    """Empty: all that is needed comes with each update."""
 
 
 @dataclass
 class VaultUpdateInfo(WeightTransferUpdateInfo):
-    """One version, as JSON has it.
+    """One version of the weights, in types of JSON.
 
     Attributes:
-        slots: of all ranks: the fields of `SlotRef`.
-        paths: of their buffers, on this node.
+        slots: the slots of all ranks, each as the fields of `SlotRef`.
+        paths: the paths of the slots' buffers on this node.
         engine: the name of one of the trainer's engines; None: the first one.
     """
 
@@ -52,7 +53,7 @@ class VaultUpdateInfo(WeightTransferUpdateInfo):
 
 
 class VaultWeightTransferEngine(WeightTransferEngine[VaultInitInfo, VaultUpdateInfo]):
-    """See the module. One of vLLM's workers; its process needs no connection to the job."""
+    """The weight transfer engine of a vLLM worker. Its process needs no connection to the job."""
 
     init_info_cls = VaultInitInfo
     update_info_cls = VaultUpdateInfo
@@ -67,20 +68,20 @@ class VaultWeightTransferEngine(WeightTransferEngine[VaultInitInfo, VaultUpdateI
         self._updating = False
 
     def init_transfer_engine(self, init_info: VaultInitInfo) -> None:
-        """Does nothing: there is nobody to meet."""
+        """Does nothing: there is no connection to open."""
 
     def start_weight_update(self) -> None:
-        """Prepares the layers to be loaded; gives up an update that was not finished."""
+        """Prepares the layers to be loaded. Abandons an update that was not finished."""
         self._end_update()
         initialize_layerwise_reload(self.model)
         self._updating = True
 
     def receive_weights(self, update_info: VaultUpdateInfo) -> None:
-        """Loads the version, a tensor at a time, in the trainer's names and dtypes.
+        """Loads the version, a tensor at a time, with the trainer's names and dtypes.
 
         Raises:
-            SlotGoneError, SlotDamagedError: it was overwritten while it was read. The model then
-                has parts of it: it must not generate before another update.
+            SlotGoneError, SlotDamagedError: the version was overwritten while it was read. The
+                model then has parts of it, and must not generate before another update.
             EngineError: no update was started, or the slots are another node's.
         """
         if not self._updating:
@@ -94,7 +95,7 @@ class VaultWeightTransferEngine(WeightTransferEngine[VaultInitInfo, VaultUpdateI
             ]
             source = WeightSource(images, self._indexes)
             exported = ExportedModel(select_engine(source, update_info.engine))
-            # In memory of their own: vLLM keeps a layer's tensors until it has all of them.
+            # Tensors with their own memory: vLLM keeps a layer's tensors until it has all of them.
             self.model.load_weights(
                 (name, exported.read(name).to(self.device)) for name in exported.sizes()
             )
@@ -105,7 +106,7 @@ class VaultWeightTransferEngine(WeightTransferEngine[VaultInitInfo, VaultUpdateI
             raise
 
     def finish_weight_update(self) -> None:
-        """The layers are complete."""
+        """Ends the update: the layers are complete."""
         self._end_update()
 
     def shutdown(self) -> None:
@@ -124,7 +125,7 @@ class VaultWeightTransferEngine(WeightTransferEngine[VaultInitInfo, VaultUpdateI
             raise EngineError(
                 f"{ref.describe()} cannot be opened: {error}",
                 allowed="vLLM's workers on the node of their role's worker, of the same user",
-                fix="distributed_executor_backend: mp in vLLM, and its GPUs on one node",
+                fix="set distributed_executor_backend: mp in vLLM, with its GPUs on one node",
             ) from error
         try:
             return self._mappings.map(ref, fd)

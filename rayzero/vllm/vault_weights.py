@@ -10,8 +10,8 @@ from rayzero.workers.weights.reader import LentVersion
 
 
 class WeightSyncClient(Protocol):
-    """vLLM's `VLLMWeightSyncClient`: the calls by which a vLLM is updated. Each returns when all of
-    its workers have done it, and raises what went wrong there."""
+    """vLLM's `VLLMWeightSyncClient`: the calls that update a vLLM. Each returns when all workers of
+    the vLLM have done it, and raises their errors."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
     def start_weight_update(self) -> None: ...
@@ -46,8 +46,8 @@ class VaultWeights:
 
     Args:
         weights: `ctx.weights` of the role's function.
-        client: of the vLLM, on this node: `LLMClient(llm)`, or vLLM's own for servers and actors.
-            Servers are paused by the caller around `refresh`.
+        client: client of a vLLM on this node: `LLMClient(llm)`, or vLLM's own for servers and
+            actors. The caller pauses a server around `refresh`.
         engine: the name of one of the trainer's engines; None: the first one.
 
     Example:
@@ -68,21 +68,21 @@ class VaultWeights:
         self._loaded: WeightVersion | None = None
 
     def refresh(self) -> WeightVersion:
-        """Loads the newest version; nothing if vLLM has it. Waits for the first one. If this
-        raises, vLLM may have parts of several versions, until a later call has returned.
+        """Loads the newest version, unless vLLM has it already. Waits for the first version. If
+        this raises, vLLM may have parts of several versions until a later call has returned.
 
-        The version's step is vLLM's `weight_version`.
+        vLLM's `weight_version` is the version's step.
 
         Raises:
             NoVersionError: no version could be read in time.
             VaultMemoryError: the node has no room for the slots of other nodes.
-            Whatever the client raises, for another reason than that the version is gone.
+            Any error of the client, unless the version was overwritten meanwhile.
         """
         if not self._initialized:
             self._client.init_weight_transfer_engine({})
             self._initialized = True
         loaded = self._loaded
-        self._loaded = None  # until all of the next one is loaded
+        self._loaded = None  # until the next version is loaded completely
         self._loaded = self._weights.lend(self._update, loaded)
         return self._loaded
 

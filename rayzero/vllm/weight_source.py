@@ -14,14 +14,14 @@ from rayzero.engine.layout.packed import is_packed
 
 
 class EngineWeightSource(WeightSource):
-    """A `WeightSource`: names, dtypes and shapes of an engine's parameters, and the parameters in
-    full, unit by unit, at every ZeRO stage.
+    """A `WeightSource` of an engine's parameters: their names, dtypes and shapes, and the full
+    parameters, gathered unit by unit, at every ZeRO stage.
 
-    Every rank makes one and iterates it to the end, in `send_weights()`, between two steps.
+    Every rank makes a source and iterates it to the end, in `send_weights()`, between two steps.
 
     Args:
-        engine: what `ctx.initialize` or `rayzero.initialize` returned, or a `rayzero.Engine`.
-        dtype: that of floating-point values as they are sent, such as the one that vLLM serves; by
+        engine: the engine of `ctx.initialize` or `rayzero.initialize`, or a `rayzero.Engine`.
+        dtype: the dtype in which floating-point values are sent, such as that of vLLM's model; by
             default the model's own.
 
     Raises:
@@ -48,8 +48,8 @@ class EngineWeightSource(WeightSource):
                 )
 
     def metadata(self) -> list[ParamMeta]:
-        """Name, dtype and full shape of each parameter, in the order of the iteration. Nothing is
-        gathered."""
+        """Returns name, dtype and full shape of each parameter, in the order of the iteration.
+        Gathers nothing."""
         return [
             ParamMeta(name, self._dtype or param.dtype, tuple(param.shape))
             for name, param in self._engine.module.named_parameters()

@@ -146,7 +146,7 @@ def test_calls_that_are_of_one_model_name_it() -> None:
 def test_engine_beside_a_trainers_is_refused() -> None:
     run = object.__new__(TrainerRun)
     run._session = SimpleNamespace(engines=["", "critic"])  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match=r"(?s)beside its Trainer's.*only evaluate"):
+    with pytest.raises(ConfigError, match=r"(?s)in addition to its Trainer's.*only evaluate"):
         run.on_step_begin()
 
 

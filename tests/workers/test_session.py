@@ -47,7 +47,7 @@ def report_of(posted: list[WorkerMessage]) -> StepReport:
 
 def test_reading_unset_steps_names_missing_key():
     ctx, _, _ = context(steps=None)
-    with pytest.raises(ConfigError, match="`steps:` in the job file"):
+    with pytest.raises(ConfigError, match="set `steps:` in the job file"):
         _ = ctx.steps
 
 

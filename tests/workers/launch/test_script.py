@@ -353,7 +353,7 @@ def test_trainer_reads_an_iterable_again_in_its_first_epoch(plain_runs: PlainRun
     assert weight_difference(plain_runs("hf_trainer.py", *whole), tmp_path / "killed") <= 1e-9
     late = find_error(tmp_path / "late", "hf_trainer.py", *args, "--kill-at", "8")
     assert "has ended before step 8" in late
-    assert "fix: train_dataset: rayzero.data.stream(" in late
+    assert "fix: set train_dataset: rayzero.data.stream(" in late
 
 
 def find_error(folder: Path, name: str, *args: str) -> str:
