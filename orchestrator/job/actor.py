@@ -255,8 +255,8 @@ class JobActor:
             self._tasks.append(self._loop.create_task(self._give_up(self._run, error)))
 
     async def _give_up(self, run: JobRun, error: RayzeroError) -> None:
-        """Ends this process's workers and vaults, unless the other process has them: it is this
-        actor's, too, where Ray took this node for lost."""
+        """Ends the run. If Ray took this node for lost, it has started another process of this
+        actor, which the vaults obey: then asking them ends this process, and no worker."""
         if self._vaults is not None:
             await self._vaults.ask_all(SILENT_S)
         run.controller.post_event(machine.FaultFatal(error))
