@@ -1,5 +1,4 @@
-"""What clients do with a job's process, which is a detached Ray actor: find it, call it, and read
-the job's log."""
+"""A client's access to a job's process, which is a detached Ray actor, and to the job's log."""
 
 from __future__ import annotations
 

@@ -201,8 +201,8 @@ class CommandServer:
 
 
 class ThreadOutput(TextIOBase):
-    """Stands in for a standard stream. Lines that a thread writes inside `of_this_thread` go to its
-    function `take_line`; everything else goes to the stream `other`."""
+    """Replaces a standard stream. Lines that a thread writes inside `of_this_thread` go to its
+    function `take_line`; everything else goes to the replaced stream `other`."""
 
     def __init__(self, other: TextIO) -> None:
         self.other = other

@@ -17,7 +17,7 @@ from rayzero.workers.lifetimes import Owned
 
 @dataclass(frozen=True)
 class Takeover:
-    """What a job's new process continues.
+    """The parts of an earlier run with which a job's new process continues.
 
     Args:
         past: the earlier runs in the job's folder.

@@ -96,7 +96,8 @@ class Curve:
             is_single = len(row) == 2
             if is_single:
                 first, mean = row
-                low, high, nonfinite = mean, mean, 0
+                low = high = mean
+                nonfinite = 0
             else:
                 first, mean, low, high, nonfinite = row
             bucket = _Bucket(int(first), nonfinite=int(nonfinite))
