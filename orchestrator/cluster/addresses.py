@@ -60,12 +60,8 @@ class NothingListensError(AddressError):
 
 @dataclass(frozen=True)
 class Address:
-    """The address of a cluster.
-
-    Args:
-        text: the address as it was given; empty if none was given.
-        is_variable: the address is the value of RAY_ADDRESS.
-    """
+    """The address of a cluster as it was given; empty if none was given. `is_variable` if it is the
+    value of RAY_ADDRESS."""
 
     text: str
     is_variable: bool = False
@@ -76,7 +72,7 @@ class Address:
 
     @property
     def is_named(self) -> bool:
-        """Whether the address names a cluster; `auto` and `local` do not."""
+        """Whether the address names a cluster. An empty one, `auto` and `local` do not."""
         return self.text not in ("", "auto", "local")
 
     @property
@@ -97,13 +93,8 @@ class Address:
         kind: type[AddressError] = AddressError,
         setting: str = "",
     ) -> AddressError:
-        """Returns the error that there is no cluster at this address.
-
-        Args:
-            found: what was found instead.
-            proposals: addresses to use instead.
-            setting: an environment variable with which the cluster may be found.
-        """
+        """Returns the error that there is no cluster at this address, but what was `found`. The fix
+        has `proposals` of other addresses, and a `setting` with which the cluster may be found."""
         option = f"{ADDRESS_VARIABLE}=" if self.is_variable else "--address "
         words = [f"{option}{text}" for text in proposals]
         words += [setting] if setting else []

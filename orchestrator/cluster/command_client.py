@@ -35,12 +35,8 @@ class ServerUnreachableError(Exception):
 
 
 def prove(secret: str, nonce: str, text: str) -> str:
-    """Returns a proof that the sender of a command knows the secret.
-
-    Args:
-        nonce: the server's nonce, with which the proof is valid once.
-        text: the command.
-    """
+    """Returns a proof that the sender of the command `text` knows the secret. The server accepts a
+    nonce, and so the proof, only once."""
     return hmac.new(secret.encode(), f"{nonce}\n{text}".encode(), hashlib.sha256).hexdigest()
 
 

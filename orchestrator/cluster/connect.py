@@ -70,13 +70,9 @@ def _exit_on_sigterm(number: int, frame: FrameType | None) -> None:
 
 @dataclass(frozen=True)
 class ClusterConnection:
-    """A connection to Ray.
-
-    Args:
-        owned: `connect` opened the connection, so `close` closes it.
-        can_grow: nodes may join the cluster, which they cannot if it is local.
-        local: the local cluster, if this process started one.
-    """
+    """A connection to Ray. It is `owned` if `connect` has opened it; then `close` closes it. The
+    cluster `can_grow` if nodes may join it. `local` is the cluster that this process has started,
+    if it has; no node may join such a cluster."""
 
     owned: bool
     can_grow: bool
@@ -97,15 +93,12 @@ class ClusterConnection:
 
 def connect(address: str | None, local: LocalCluster | None = None) -> ClusterConnection:
     """Connects to the cluster at `address` or RAY_ADDRESS; without either, starts a local cluster.
-    If this process is connected to Ray already, returns that connection.
+    If this process is connected to Ray already, returns that connection. Raises ConfigError if
+    there is no cluster at that address; JobFailedError if a local one could not be started.
 
     Args:
         local: the local cluster to start, which the connection then owns; by default a new one
             without a fork server.
-
-    Raises:
-        ConfigError: there is no cluster at that address.
-        JobFailedError: a local cluster could not be started.
     """
     if ray.is_initialized():
         _check_connected_to(address)

@@ -68,14 +68,9 @@ def local_head_addresses() -> set[str]:
 
 
 class _BareHead(ray_node.Node):
-    """A head node on the loopback interface. Leaves out processes that a job on one machine does
-    not need: the autoscaler's monitor, which also takes a second to end, the log monitor and the
-    dashboard.
-
-    Attributes:
-        newest: the head node that this process started last.
-        prepares: path of the script with which workers are forked, if there is a fork server.
-    """
+    """A head node on the loopback interface, without processes that a job on one machine does not
+    need: the autoscaler's monitor, which also takes a second to end, the log monitor, the dashboard.
+    With a fork server, `prepares` is the path of the script that forks workers."""
 
     newest: _BareHead | None = None
     prepares: str | None = None
@@ -140,8 +135,7 @@ def connected_address() -> str:
 
 
 def head_pids() -> list[int]:
-    """Returns the ids of the running processes that `start_head` has started, even if it was
-    interrupted."""
+    """Returns the ids of running processes of `start_head`, even if that was interrupted."""
     processes = {} if _BareHead.newest is None else _BareHead.newest.all_processes
     started = [info.process for infos in processes.values() for info in infos]
     return [process.pid for process in started if process.poll() is None]
@@ -177,8 +171,7 @@ def visit_uploaded_files(
 
 
 def auth_headers() -> dict[str, str]:
-    """Returns HTTP headers for requests to the cluster's dashboard; none without token
-    authentication."""
+    """Returns HTTP headers for requests to the dashboard; none without token authentication."""
     return dict(get_auth_headers_if_auth_enabled({}))
 
 
@@ -226,12 +219,8 @@ def check_auth(address: str, limit_s: float) -> bool:
 
 @dataclass(frozen=True)
 class NodeTable:
-    """The alive nodes at one moment, by node id.
-
-    Args:
-        capacity: all resources of a node.
-        free: its unreserved resources. Ray's view of them lags by some tenths of a second.
-    """
+    """The alive nodes at one moment, by node id: all resources of a node (`capacity`), and the
+    unreserved ones (`free`). Ray's view of the latter lags by some tenths of a second."""
 
     capacity: dict[str, Capacity]
     free: dict[str, Capacity]
@@ -323,11 +312,8 @@ def death_cause(error: RayError) -> str:
 
 
 async def wait_gone(methods: Iterable[Any]) -> None:
-    """Waits until no killed actor responds any more, for at most `GONE_TIMEOUT_S`.
-
-    Args:
-        methods: a method without side effects of each actor.
-    """
+    """Waits until no killed actor responds any more, for at most `GONE_TIMEOUT_S`. `methods` has a
+    method without side effects of each actor."""
     with suppress(TimeoutError):
         async with asyncio.timeout(GONE_TIMEOUT_S):
             await asyncio.gather(*map(_wait_unreachable, methods))

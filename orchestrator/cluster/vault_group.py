@@ -342,7 +342,7 @@ async def _wait_gone(vaults: Iterable[_NodeVault]) -> None:
 
 
 def _retrieve(done: asyncio.Future[Any]) -> None:
-    """Retrieves a future's error, so that asyncio does not log it as unhandled. A caller that awaits
-    the future gets the error, too."""
+    """Retrieves a future's error, so that asyncio does not log it as unhandled. Callers that await
+    the future get the error, too."""
     if not done.cancelled():
         done.exception()

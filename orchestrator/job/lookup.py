@@ -216,14 +216,7 @@ def find_any(name: str, address: str | None) -> RunningJob | EndedJob:
 
 def end_leftovers(name: str, address: str | None) -> int:
     """Ends the actors and placement groups that a job has left in clusters where its process has
-    ended. Returns their number.
-
-    Args:
-        address: as for `find_running`.
-
-    Raises:
-        RayzeroError: as `connect_each`.
-    """
+    ended. Returns their number. `address` is as for `find_running`. Raises as `connect_each`."""
     number = 0
     for cluster in connect_each(address):
         try:

@@ -32,11 +32,8 @@ _UNREADABLE = (OSError, TypeError, SyntaxError, ValueError, RecursionError)
 
 @dataclass(frozen=True)
 class _Module:
-    """A module's file.
-
-    Args:
-        package: the package to which the module's relative imports refer; empty if there is none.
-    """
+    """A module's file. `package` is the one to which the module's relative imports refer; empty if
+    there is none."""
 
     path: Path
     package: str = ""

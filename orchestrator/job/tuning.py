@@ -155,12 +155,8 @@ class ScriptTuner:
 
 
 def script_facts(probed: dict[str, Any], flag: str | None) -> ScriptFacts:
-    """Returns what is known of a script from a run that ended when its engine was built.
-
-    Args:
-        probed: the summary of that run.
-        flag: as `find_batch_flag` returns it.
-    """
+    """Returns what is known of a script from `probed`, the summary of a run that ended when its
+    engine was built. `flag` is the result of `find_batch_flag`."""
     document, world_size = probed["document"], probed["world_size"]
     named = (document.get("zero_optimization") or {}).get("stage", "all")
     wanted = range(4) if named == "all" else named if isinstance(named, list) else [named]

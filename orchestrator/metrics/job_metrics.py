@@ -40,11 +40,7 @@ CHECKPOINT_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 6
 
 
 class Histogram:
-    """Counts values by upper bound.
-
-    Args:
-        bounds: upper bounds in ascending order, without the last, infinite one.
-    """
+    """Counts values by upper bound. `bounds` ascend, without the last, infinite one."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
@@ -113,10 +109,7 @@ class StoredStep:
 @dataclass
 class CheckpointMetrics(StoredStep):
     """The checkpoints that this process has written. `at_unix_s` is when the newest was committed.
-
-    Args:
-        enabled: the job writes checkpoints while it trains.
-    """
+    `enabled` if the job writes checkpoints while it trains."""
 
     enabled: bool = False
     write_time: Histogram = field(default_factory=partial(Histogram, CHECKPOINT_BUCKETS_S))
