@@ -69,8 +69,8 @@ def local_head_addresses() -> set[str]:
 
 class _BareHead(ray_node.Node):
     """A head node on the loopback interface, without processes that a job on one machine does not
-    need: the autoscaler's monitor, which also takes a second to end, the log monitor, the dashboard.
-    With a fork server, `prepares` is the path of the script that forks workers."""
+    need: the log monitor, the dashboard, and the autoscaler's monitor, which also takes a second to
+    end. With a fork server, `prepares` is the path of the script that forks workers."""
 
     newest: _BareHead | None = None
     prepares: str | None = None

@@ -149,7 +149,7 @@ class WorkerCommands:
         self._answer(number, workers, error, result)
 
     def end(self, worker: int, cause: str) -> None:
-        """Answers all commands to a worker whose process has ended with WorkerLostError."""
+        """Answers all commands to a worker with WorkerLostError, because its process has ended."""
         self._lost.add(worker)
         for number in tuple(self._unanswered):
             self._answer(number, [worker], WorkerLostError(cause), None)

@@ -174,7 +174,7 @@ class WorkerGroup:
         self._free_reservation.set()
 
     def resize(self, least: int, most: int) -> None:
-        """Changes the number of reservations. Removes surplus reservations without a worker."""
+        """Changes the number of reservations. Removes surplus ones without an announced worker."""
         self._resources = replace(self._resources, min_workers=least, max_workers=most)
         self._tasks.spawn(self._adjust())
 
