@@ -143,7 +143,7 @@ def stop(name: JobName, address: ClusterAddress = None, path: JobsPath = JOBS_FO
                 if time.monotonic() >= deadline_s:
                     raise JobFailedError(
                         f"job {name!r} did not stop within {limit_s:g} s",
-                        fix="checkpoint.grace_period_s, if its last checkpoint takes longer",
+                        fix="set a longer checkpoint.grace_period_s for its last checkpoint",
                     )
                 time.sleep(STOP_POLL_S)
             with suppress(JobFailedError):

@@ -138,7 +138,7 @@ def _workers_of(
     if num_nodes not in (None, 1):
         raise ConfigError(
             f"--num_nodes {num_nodes}: Ray decides where workers run",
-            fix="--workers, with the number of workers on all nodes together",
+            fix="use --workers, with the number of workers on all nodes together",
         )
     for flag, value in unused.items():
         if value is not None:
@@ -147,7 +147,7 @@ def _workers_of(
         return workers, {}
     if workers is not None:
         raise ConfigError(
-            "--num_gpus and --workers are both given", fix="--workers, and --set workers.gpus=1"
+            "--num_gpus and --workers are both given", fix="use --workers, and --set workers.gpus=1"
         )
     return str(num_gpus), {"gpus": 1}
 
@@ -161,7 +161,9 @@ def _make_spec(
     for key in ("script", "deepspeed_config"):
         file = launched.get(key)
         if file is not None and not Path(file).exists():
-            raise ConfigError(f"there is no file {file!r}", "a path from here", f"{key} of launch")
+            raise ConfigError(
+                f"there is no file {file!r}", "a path from here", f"change {key} of launch"
+            )
     if launched.get("script") is not None:
         _check_syntax(launched["script"])
     number, resources = limits

@@ -140,7 +140,7 @@ def page(
         raise ConfigError(
             f"{path!r} is not a folder on this machine",
             allowed="checkpoint.path of the job files",
-            fix="--path",
+            fix="change --path",
         )
     url = path if is_remote(path) else str(Path(local_path(path)).resolve())
     with closing(JobsPage(url, host, port)) as served:

@@ -128,13 +128,13 @@ def _resolve_function(name: str) -> Any:
         raise ConfigError(
             f"{name!r} is not the name of a function",
             allowed="module:function, such as models:make",
-            fix="MODULE:FUNCTION or --batch",
+            fix="change MODULE:FUNCTION or --batch",
         )
     try:
         return resolve_entrypoint(name)
     except EntryPointError as error:
         seen = error.seen.removeprefix("entrypoint ")
-        fix = "MODULE:FUNCTION or --batch"
+        fix = "change MODULE:FUNCTION or --batch"
         raise ConfigError(seen, allowed="module:function", fix=fix) from error.__cause__
 
 
@@ -146,7 +146,7 @@ def _user_code_error(error: Exception) -> ConfigError:
         f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno}, in {last.name})",
         allowed="a function without arguments that returns the model; for --batch, a function of "
         "the number of samples that returns the model's input",
-        fix="MODULE:FUNCTION or --batch",
+        fix="change MODULE:FUNCTION or --batch",
     )
 
 
@@ -167,7 +167,7 @@ def _parse_gpu(text: str) -> int:
     raise ConfigError(
         f"--gpu {text!r} is neither a size nor a GPU that is known",
         allowed=f"a size, such as 80GB or 24GiB (without a unit: GB), or {', '.join(GPU_GIB)}",
-        fix="--gpu",
+        fix="change --gpu",
     )
 
 

@@ -136,7 +136,7 @@ def find_clusters(address: str | None) -> list[str]:
         raise ConfigError(
             "no Ray cluster runs on this machine",
             allowed="the machine of the cluster's head node, or the cluster's address",
-            fix=f"--address or {ADDRESS_VARIABLE}: host:port of the head node",
+            fix=f"set --address or {ADDRESS_VARIABLE} to host:port of the head node",
         )
     return sorted(addresses)
 

@@ -205,7 +205,7 @@ class RemoteJobClient:
         return kind(
             redact_url(f"the cluster at {self._address} rejected the request: {text}"),
             allowed="the address of a Ray dashboard, such as http://HOST:8265",
-            fix="--address; for a cluster with token authentication also RAY_AUTH_MODE and "
+            fix="check --address; for a cluster with token authentication set RAY_AUTH_MODE and "
             "RAY_AUTH_TOKEN_PATH",
         )
 

@@ -133,7 +133,7 @@ class LocalCluster:
                 raise JobFailedError(
                     f"a Ray cluster could not be started on this machine: {seen}",
                     allowed="an idle core for some seconds, and free space in /tmp and /dev/shm",
-                    fix="`rayzero doctor` finds the cause; or use a running cluster: --address",
+                    fix="run `rayzero doctor` for the cause; or use a running cluster: --address",
                 ) from None
 
     def stop(self) -> None:

@@ -179,7 +179,7 @@ class VaultGroup:
                 f" ports cannot be reached: {self._unreachable()}",
                 allowed="one actor with num_cpus=0 on every node of the job, and connections from"
                 " the head to any port of these nodes",
-                fix="Open the ports of net.ipv4.ip_local_port_range to the head.",
+                fix="open the ports of net.ipv4.ip_local_port_range to the head",
             ) from None
         await self._share_peers()
         return dict(zip(nodes, addresses, strict=True))

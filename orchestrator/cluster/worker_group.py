@@ -136,7 +136,7 @@ class WorkerGroup:
         except TimeoutError:
             raise JobFailedError(
                 f"the workers' processes did not start within {need.timeout_s:g} s",
-                fix="workers.start_timeout_s in the job file",
+                fix="set a longer workers.start_timeout_s in the job file",
             ) from None
         for worker in started:
             worker.announced = True

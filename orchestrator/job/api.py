@@ -320,7 +320,7 @@ def _attach_to_running(process: JobProcess, running: JobSpec, spec: JobSpec) -> 
         raise ConfigError(
             f"a different job called {spec.name!r} is running:\n{lines}",
             allowed="the same job, to attach to it; workers.min and workers.max may differ",
-            fix=f"`rayzero stop {spec.name}`, or another name",
+            fix=f"run `rayzero stop {spec.name}`, or choose another name",
         )
     if diffs:
         process.call(JobActor.scale, spec.workers.min, spec.workers.most)

@@ -83,7 +83,7 @@ def _check_module(module: str, folder: str) -> None:
         raise EntryPointError(
             f"there is no module {missing!r}{did_you_mean(missing, _modules_in(folder, missing))}",
             allowed=f"a module that can be imported from {folder}",
-            fix="`rayzero launch -m MODULE`",
+            fix="run `rayzero launch -m MODULE`",
         )
 
 

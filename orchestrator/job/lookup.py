@@ -183,7 +183,7 @@ def find_running(name: str, address: str | None) -> RunningJob:
         ended_s = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job.status.at_s))
         raise ConfigError(
             f"no running job is called {name!r}: it {job.status.state} at {ended_s}",
-            fix=f"`rayzero status {name}` or `rayzero logs {name}`, or submit it again",
+            fix=f"run `rayzero status {name}` or `rayzero logs {name}`, or submit it again",
         )
     return job
 

@@ -44,8 +44,8 @@ from rayzero.orchestrator.results import OWN_KEYS, JobResult
 from rayzero.orchestrator.spec import JobSpec
 
 TRAIN_HINT = (
-    "more steps, another name, or --restart (restart=True), which sets the files of the last run "
-    "aside"
+    "set more steps, another name, or --restart (restart=True), which sets the files of the last "
+    "run aside"
 )
 
 CHANGED_SOURCE = "its file, or a module that it imports from here, has changed"

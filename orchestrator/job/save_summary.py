@@ -36,6 +36,6 @@ async def save_summary(
         raise JobFailedError(
             f"training has succeeded, but {result.summary_path} cannot be written for "
             f"{limit_s:g} s: {reason}",
-            fix="checkpoint.path, the disk it is on, or a longer recovery.patience_s, of which "
+            fix="check checkpoint.path and its disk, or set a longer recovery.patience_s, of which "
             "half is waited for",
         ) from None

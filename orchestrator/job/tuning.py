@@ -62,7 +62,7 @@ class ScriptTuner:
         self, spec: JobSpec, cluster: ClusterConnection, show: Callable[[str], None]
     ) -> None:
         if spec.launch is None:
-            raise ConfigError("there is no script to tune", fix="`rayzero launch SCRIPT`")
+            raise ConfigError("there is no script to tune", fix="run `rayzero launch SCRIPT`")
         self._spec = spec
         self._launch = spec.launch
         self._cluster = replace(cluster, owned=False)  # or the handle of a try would close it
@@ -150,7 +150,7 @@ class ScriptTuner:
         raise ConfigError(
             f"{self._launch.script or self._launch.module} {otherwise}",
             allowed="a script that trains through deepspeed.initialize, Accelerate or Trainer",
-            fix="autotuning.end_profile_step in its config, or the script",
+            fix="change autotuning.end_profile_step in its config, or the script",
         )
 
 
