@@ -1,8 +1,8 @@
 """The Ray actor of a job: a process and an event loop for its controller.
 
 The actor is detached, so it outlives the client that submitted the job. Workers and vaults are also
-detached, so that they survive the loss of the actor's node; the actor ends them. It exits once the
-job has ended and a client has fetched the end.
+detached, so that they survive the loss of the actor's node; the actor ends them. The actor
+exits once the job has ended and a client has fetched the end.
 """
 
 from __future__ import annotations
@@ -255,8 +255,8 @@ class JobActor:
             self._tasks.append(self._loop.create_task(self._give_up(self._run, error)))
 
     async def _give_up(self, run: JobRun, error: RayzeroError) -> None:
-        """Ends the run. If Ray took this node for lost, it has started another process of this
-        actor, which the vaults obey: then asking them ends this process, and no worker."""
+        """Ends the run. If Ray took this node for lost and has started another process of this
+        actor, the vaults obey that one. Asking them then ends this process, but no worker."""
         if self._vaults is not None:
             await self._vaults.ask_all(SILENT_S)
         run.controller.post_event(machine.FaultFatal(error))
@@ -275,9 +275,8 @@ class JobActor:
             plan.worker_spec, taken.epoch, orphan_s, end_fenced_process
         )
 
-        def indices_from_first() -> Iterator[
-            int
-        ]:  # `last_worker` is known once vaults are attached
+        def indices_from_first() -> Iterator[int]:
+            # Runs at the first `next`: `last_worker` is known once the vaults are attached.
             yield from count(max(taken.first_index, vaults.last_worker + 1))
 
         indices = indices_from_first()  # shared by all groups: agents know workers by their index
