@@ -207,7 +207,9 @@ class JobRecorder:
     def close_store(self, limit_s: float) -> None:
         """Writes the rest of the log and the results into the store. Called after the last line of
         the log file. Blocks for up to `limit_s`."""
-        if not self.store_writer.close(limit_s) and self._owns_journal:
+        if not self._owns_journal:
+            return  # `stop_journal` has closed the writer; another limit would let it try again
+        if not self.store_writer.close(limit_s):
             self.store_writer.warn(
                 "the store has not taken the end of the job's log, or its results: they are in "
                 f"{self._plan.output_dir}"
