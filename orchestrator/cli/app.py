@@ -33,7 +33,7 @@ app.add_typer(data.commands, name="data")
 
 def _print_version(requested: bool) -> None:
     if requested:
-        from importlib.metadata import version  # brings the email package with it
+        from importlib.metadata import version  # slow: imports the email package
 
         print(f"rayzero {version('rayzero')}")
         raise typer.Exit

@@ -43,7 +43,7 @@ def chaos(
         list[str] | None,
         typer.Option(
             metavar="N",
-            help="Number of workers for the random faults, 2 by default; also ROLE:N, of a role.",
+            help="Number of workers for the random faults; ROLE:N for a role's. Default: 2.",
         ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Number of steps for the random faults.")] = 100,
@@ -94,7 +94,8 @@ def _print_fault_language(as_json: bool) -> None:
         print(json.dumps(kinds))
         return
     for name, kind in all_fault_kinds():
-        usage, example = (make(name, of_role=kind.of_role) for make in (fault_usage, example_fault))
+        usage = fault_usage(name, of_role=kind.of_role)
+        example = example_fault(name, of_role=kind.of_role)
         print(f"{usage}\n    {kind.description}\n    {example}")
     print(f"\nphases: {', '.join(PHASES)}")
     print("how: flip, cut, remove")

@@ -37,7 +37,7 @@ CheckpointPath: TypeAlias = Annotated[
     str,
     typer.Argument(
         help="A job's folder (checkpoint.path/name), or one checkpoint in it (step-<n>): a path or "
-        "a URL. A name that is no path here is that of a job in runs/.",
+        "a URL. A name that is not a path is the name of a job in runs/.",
         metavar="PATH",
     ),
 ]
@@ -98,7 +98,7 @@ def prune_command(
     ],
     keep_every: Annotated[
         int | None,
-        typer.Option(min=1, metavar="M", help="Also keep every checkpoint of a multiple of M."),
+        typer.Option(min=1, metavar="M", help="Also keep checkpoints of steps M, 2 M, 3 M, ..."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print what would be removed.")
@@ -147,18 +147,18 @@ def export_command(
     ] = "safetensors",
     engine: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Of several engines this one; default: the first."),
+        typer.Option(metavar="NAME", help="The engine, if there are several. Default: the first."),
     ] = None,
     as_json: JsonValueFlag = False,
 ) -> None:
-    """Export a checkpoint to a format of other libraries; of a job, its newest complete one.
+    """Export a checkpoint, or a job's newest complete one, to a format of other libraries.
 
     Exit code 0: written. 1: it is damaged, or could not be written. 2: no such checkpoint, or a
     folder that is not empty.
     """
     checkpoint = _find_exportable(path)
     folder = path if checkpoint is None else checkpoint.folder  # may be another library's
-    # By name: it imports torch, which the orchestrator must not (see the import contracts).
+    # By name: the module imports torch, which the orchestrator must not (see the import contracts).
     export = import_module("rayzero.engine.checkpoint.export").export_checkpoint
     with _byte_progress("exporting", _export_bytes(checkpoint, kind, engine), as_json) as progress:
         files = export(folder, target, kind, progress=progress, engine=engine)
@@ -170,7 +170,8 @@ def export_command(
 
 
 def _place(path: str) -> str:
-    """The path itself, or that of a job of this name in the default `checkpoint.path`."""
+    """Returns the path itself, or the folder of a job of this name in the default
+    `checkpoint.path`."""
     named = Path(JOBS_FOLDER, path)
     is_name = "://" not in path and not Path(path).exists() and named.is_dir()
     return str(named) if is_name else path
@@ -190,7 +191,7 @@ def _require_checkpoints(path: str) -> Sequence[CheckpointInfo]:
 
 
 def _find_problems(checkpoint: CheckpointInfo, as_json: bool) -> list[FileProblem]:
-    """Reads a checkpoint completely."""
+    """Reads a checkpoint completely. Returns the files that have changed or are missing."""
     from rayzero.engine.checkpoint.verify import verify_checkpoint
 
     if checkpoint.status == "newer":
@@ -204,7 +205,8 @@ def _find_problems(checkpoint: CheckpointInfo, as_json: bool) -> list[FileProble
 
 
 def _find_exportable(path: str) -> CheckpointInfo | None:
-    """The checkpoint at `path`; of a job's folder the newest complete one; None without any."""
+    """Returns the checkpoint at `path`; for a job's folder, its newest complete one. None if there
+    is none."""
     from rayzero.engine.checkpoint.catalogue import list_checkpoints, newest_complete
 
     if not _is_one_checkpoint(path):
@@ -213,15 +215,18 @@ def _find_exportable(path: str) -> CheckpointInfo | None:
 
 
 def _export_bytes(checkpoint: CheckpointInfo | None, kind: str, engine: str | None) -> int | None:
-    """Bytes that an export reads: the model; for `dcp` everything. None if unknown."""
+    """Returns how many bytes an export reads: the model; for `dcp` everything. None if unknown."""
     if checkpoint is None or checkpoint.manifest is None:
         return None
-    kinds = ["weights/", "buffers/"] + ["optimizer."] * (kind == "dcp")
-    starts = tuple(f"{engine}:{it}" if engine else it for it in kinds)
+    prefixes = ["weights/", "buffers/"]
+    if kind == "dcp":
+        prefixes.append("optimizer.")
+    if engine:
+        prefixes = [f"{engine}:{prefix}" for prefix in prefixes]
     return sum(
         tensor.numel * tensor.item_bytes
         for name, tensor in checkpoint.manifest.tensors.items()
-        if name.startswith(starts)
+        if name.startswith(tuple(prefixes))
     )
 
 
@@ -249,7 +254,8 @@ def _table_row(checkpoint: CheckpointInfo) -> tuple[str, ...]:
 
 @contextmanager
 def _byte_progress(text: str, total: int | None, as_json: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar on a terminal; otherwise a line every 10 s."""
+    """Yields a function that adds bytes to a progress bar on a terminal; otherwise, one that prints
+    a line every 10 s."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -266,7 +272,7 @@ def _byte_progress(text: str, total: int | None, as_json: bool) -> Iterator[Call
 def print_progress(
     text: str, total: int | None, clock: Callable[[], float] = monotonic
 ) -> Callable[[int], None]:
-    """A function that adds bytes, and prints their sum on stderr at most every 10 s."""
+    """Returns a function that adds bytes, and prints their sum on stderr at most every 10 s."""
     total_text = "" if total is None else f" of {format_size(total)}"
     done, printed_s = 0, clock()
 
@@ -282,7 +288,7 @@ def print_progress(
 
 
 def _is_one_checkpoint(path: str) -> bool:
-    """Whether the path is of one checkpoint, not of a job's folder."""
+    """Returns whether the path names one checkpoint, not a job's folder."""
     from rayzero.engine.checkpoint.format import parse_step
     from rayzero.engine.checkpoint.store import split_url
 

@@ -1,7 +1,7 @@
 """Shared by all commands: options, exit codes, and running in another cluster.
 
-Every command is one function: its signature declares the arguments, its body imports what it needs,
-so that `rayzero --help` loads neither torch, ray nor pydantic.
+Every command is one function. Its signature declares the arguments. Its body imports what it needs,
+so that `rayzero --help` does not import torch, ray or pydantic.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ JobsPath: TypeAlias = Annotated[
     str,
     typer.Option(
         "--path",
-        help="checkpoint.path of the job file, a folder or a URL, for jobs that do not run.",
+        help="checkpoint.path of the job file, a folder or a URL, for jobs that are not running.",
     ),
 ]
 OptionalJobsPath: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--path",
-        help="checkpoint.path of the job file, a folder or a URL, for jobs that do not run. "
+        help="checkpoint.path of the job file, a folder or a URL, for jobs that are not running. "
         "Default: the cluster's record of the job; otherwise `runs`.",
     ),
 ]
@@ -91,14 +91,14 @@ def new_group(help_text: str | None = None, example: str | None = None) -> typer
 
 
 def exit_code_of(error: RayzeroError) -> int:
-    """2 for a mistake in what the user wrote, 1 for a failure."""
+    """Returns the exit code for an error: 2 for a mistake in the user's input, 1 for a failure."""
     return 2 if isinstance(error, ConfigError) else 1
 
 
 def local_command(command: Callable[P, int | None]) -> Callable[P, None]:
-    """Ends the process with the code that `command` returns (None: 0).
+    """Wraps a command so that it ends the process with the exit code that it returns (None: 0).
 
-    A RayzeroError is printed on stderr and ends it with `exit_code_of`, Ctrl-C with 130.
+    A RayzeroError is printed on stderr; the exit code is then `exit_code_of`. For Ctrl-C it is 130.
     """
 
     @wraps(command)
@@ -117,15 +117,15 @@ def local_command(command: Callable[P, int | None]) -> Callable[P, None]:
 
 
 def _join_lines(text: str) -> str:
-    """One line for each paragraph: typer would break lines where the source does."""
-    return "\n\n".join(" ".join(it.split()) for it in inspect.cleandoc(text).split("\n\n"))
+    """Joins the lines of each paragraph, because typer would break lines where the source does."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 def cluster_command(command: Callable[P, int | None]) -> Callable[P, None]:
-    """`local_command`, but if `address`, or without it RAY_ADDRESS, is a dashboard's the same
-    command line runs in its cluster: by its command server, or as a Ray job.
-
-    The folder of a job file is uploaded with it, `launch`'s script with the working directory.
+    """Wraps a command as `local_command` does. If `address`, or else RAY_ADDRESS, is the address of
+    a dashboard, the command line runs in that cluster instead: by the cluster's command server, or
+    as a Ray job with the folder of the job file (for `launch`, with the working directory).
     """
 
     @wraps(command)
@@ -144,7 +144,7 @@ def cluster_command(command: Callable[P, int | None]) -> Callable[P, None]:
             if is_served and CLIENT_ADDRESS_VARIABLE in os.environ:
                 from rayzero.orchestrator.job.command_server import start_command_server
 
-                start_command_server()  # for the next one; this command is a Ray job
+                start_command_server()  # for the next command; this one is a Ray job
             return command(*args, **kwargs)
         check_dashboard(named)
         words = [command.__name__, *_command_line(command, kwargs)]
@@ -157,12 +157,12 @@ def cluster_command(command: Callable[P, int | None]) -> Callable[P, None]:
 
 
 def spec_overrides(given: list[str] | None, restart: bool) -> list[str]:
-    """The values of `--set`, and what `--restart` stands for."""
-    return [*(given or ()), *(["checkpoint.resume=scratch"] * restart)]
+    """Returns the values of `--set`, and the one that `--restart` stands for."""
+    return [*(given or ()), "checkpoint.resume=scratch"] if restart else list(given or ())
 
 
 def _command_line(command: Callable[..., object], values: dict[str, Any]) -> Iterator[str]:
-    """The options, then the arguments, that differ from their defaults; without `--address`."""
+    """Yields options, then arguments, that differ from their defaults, except `--address`."""
     arguments: list[str] = []
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
         value = values[name]
@@ -177,7 +177,9 @@ def _command_line(command: Callable[..., object], values: dict[str, Any]) -> Ite
             # typer.Option's first argument is `default`, but in an annotation a name.
             names = [word for word in (info.default, *(info.param_decls or ())) if word is not ...]
             flag = (names or [f"--{name.replace('_', '-')}"])[0]
-            yield from (
-                [flag] if value is True else [word for text in texts for word in (flag, text)]
-            )
-    yield from arguments  # those of `launch` end with what may look like options
+            if value is True:
+                yield flag
+            else:
+                for text in texts:
+                    yield from (flag, text)
+    yield from arguments  # last, because a script's own arguments may look like options

@@ -44,9 +44,9 @@ def explain_config(
     ] = False,
     as_json: JsonLinesFlag = False,
 ) -> None:
-    """Print every key in effect: its value, where that comes from, and what it does.
+    """Print every key in effect: its value, the source of the value, and what it does.
 
-    Exit code 0: the config is valid. 2: it is not; every mistake is listed.
+    Exit code 0: the config is valid. 2: it is not valid; every mistake is listed.
     """
     from rayzero.engine.config.explain import is_set_or_active, key_infos
     from rayzero.engine.redact import redact_document
@@ -88,8 +88,8 @@ def _parse_file(file: Path) -> ParsedConfig:
 
 
 def _print_keys(infos: Sequence[KeyInfo]) -> None:
-    """`  key = value  (source): what it does`, below the name of its group; as long as it takes
-    where stdout is no terminal."""
+    """Prints lines `  key = value  (source): what it does` below the name of their group. If stdout
+    is not a terminal, lines are not wrapped."""
     for group, members in groupby(infos, key=lambda info: info.group):
         print(group)
         for info in members:

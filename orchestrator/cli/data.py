@@ -1,4 +1,4 @@
-"""`rayzero data`: what the files of a stream hold, and which samples a step has."""
+"""`rayzero data`: contents of a stream's files, and the samples of a step."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from rayzero.engine.data.streams.sources.image_folder import ImageFolder
 
 MAX_FILES = 20
-"""Files that the table shows."""
+"""Maximum number of files that the table shows."""
 MAX_STEP = 1 << 40
 MAX_BATCH = 1 << 22
-"""Their product is a position: an int64."""
+"""The product of `MAX_STEP` and `MAX_BATCH` is a position, which must fit in an int64."""
 
 commands = new_group(
-    "Look into the data of streams.", "rayzero data inspect 's3://bucket/web/*.parquet'"
+    "Inspect the data of streams.", "rayzero data inspect 's3://bucket/web/*.parquet'"
 )
 
 
@@ -75,7 +75,7 @@ def inspect_command(
             min=1, max=MAX_BATCH, metavar="B", help="The train_batch_size with which the job began."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="S", help="The job's.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="S", help="The job's seed.")] = 0,
     window: Annotated[
         int, typer.Option(min=1, metavar="W", help="The stream's shuffle_window.")
     ] = 16,
@@ -83,8 +83,8 @@ def inspect_command(
 ) -> None:
     """Print files, blocks, rows, bytes and columns of data, and the samples of a step.
 
-    Reads what is needed to find the blocks: footers of Parquet files, headers of tars, all of JSON
-    lines. Of a mixture, inspect its sources one by one.
+    Reads only what is needed to find the blocks: footers of Parquet files, headers of tar files,
+    JSON lines files completely. Inspect the sources of a mixture one by one.
 
     Exit code 0: printed. 1: there are no files, or one cannot be read. 2: wrong arguments.
     """
@@ -111,7 +111,7 @@ def inspect_command(
 
 @contextmanager
 def _log_on_stderr() -> Iterator[None]:
-    """Shows how far a long scan is."""
+    """Shows the progress of a long scan."""
     log = logging.getLogger("rayzero.engine.data")
     handler = logging.StreamHandler()
     level = log.level
@@ -134,8 +134,8 @@ def _describe(source: FileBlocks | ImageFolder) -> dict[str, Any]:
 
         blocks = np.bincount(numbers, minlength=len(files))
         rows = np.bincount(numbers, weights=source.counts, minlength=len(files))
-        for file, of_file, rows_of_file in zip(files, blocks, rows, strict=True):
-            file |= {"blocks": int(of_file), "rows": int(rows_of_file)}
+        for file, block_count, row_count in zip(files, blocks, rows, strict=True):
+            file |= {"blocks": int(block_count), "rows": int(row_count)}
     return {
         "name": redact_url(source.name),
         "blocks": len(source.counts),
@@ -151,7 +151,7 @@ def _describe(source: FileBlocks | ImageFolder) -> dict[str, Any]:
 def _samples(
     source: FileBlocks | ImageFolder, step: int, batch: int, seed: int, window: int
 ) -> Iterator[dict[str, Any]]:
-    """The samples of a step in their order, as a job with a stream of this source has them."""
+    """Yields the samples of a step in order, as in a job with a stream of this source."""
     from rayzero.engine.data.streams.order import BlockOrder, StreamOrder
 
     order = StreamOrder([BlockOrder(source.counts, seed, window, batch)], None, batch)
@@ -171,21 +171,21 @@ def _lines(value: dict[str, Any]) -> Iterator[str]:
     yield "columns: " + ", ".join(f"{name} ({kind})" for name, kind in value["columns"].items())
     shown = [file for file in files if "blocks" in file][:MAX_FILES]
     rows = [
-        (f"{it['blocks']:,}", f"{it['rows']:,}", format_size(it["bytes"]), it["url"])
-        for it in shown
+        (f"{file['blocks']:,}", f"{file['rows']:,}", format_size(file["bytes"]), file["url"])
+        for file in shown
     ]
     if rows:
         yield from table_lines([("blocks", "rows", "size", "file"), *rows])
     if shown and len(files) > len(shown):
         yield f"and {len(files) - len(shown):,} more: --json has all"
     if "samples" in value:
-        of = value["step"]
+        step = value["step"]
         yield (
-            f"step {of['step']} with a train_batch_size of {of['train_batch_size']}, seed "
-            f"{of['seed']} and a shuffle_window of {of['window']}:"
+            f"step {step['step']} with a train_batch_size of {step['train_batch_size']}, seed "
+            f"{step['seed']} and a shuffle_window of {step['window']}:"
         )
         cells = [
-            (f"{it['number']}", f"{it['block']}", f"{it['row']}", it["where"])
-            for it in value["samples"]
+            (f"{sample['number']}", f"{sample['block']}", f"{sample['row']}", sample["where"])
+            for sample in value["samples"]
         ]
         yield from table_lines([("number", "block", "row", "place"), *cells])

@@ -41,7 +41,7 @@ def doctor(
     ] = None,
     as_json: JsonValueFlag = False,
 ) -> int:
-    """Check Python, torch, gloo and NCCL, Ray, shared memory and storage, and how to fix them.
+    """Check Python, torch, gloo and NCCL, Ray, shared memory and storage, and suggest fixes.
 
     Exit code 0: jobs can run, perhaps with warnings. 1: jobs cannot run. 2: a mistake in the job
     file.
@@ -62,7 +62,7 @@ def doctor(
 
 
 def report_lines(findings: Sequence[Finding]) -> list[str]:
-    """A line for each finding, and one with the fix of each that is not OK."""
+    """Returns a line for each finding, and a second line with the fix if the finding is not OK."""
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:

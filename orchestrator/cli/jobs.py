@@ -44,7 +44,7 @@ commands = new_group()
 
 STOP_POLL_S = 0.1
 PLAIN_WIDTH = 140
-"""Columns where no terminal has a width."""
+"""Width of a table, in columns, if stdout is not a terminal."""
 
 _HEADS = ("name", "state", "workers", "age", "step", "loss", "")
 
@@ -54,27 +54,29 @@ _HEADS = ("name", "state", "workers", "age", "step", "loss", "")
 def ls(
     address: ClusterAddress = None,
     path: JobsPath = JOBS_FOLDER,
-    running: Annotated[bool, typer.Option("--running", help="Only jobs that run.")] = False,
+    running: Annotated[bool, typer.Option("--running", help="Only running jobs.")] = False,
     as_json: JsonValueFlag = False,
 ) -> None:
-    """List jobs, the newest first: those that run, those of the cluster's record that have ended,
-    and those with a journal in a folder. `rayzero status NAME` shows one with its whole error."""
+    """List jobs, the newest first: running jobs, ended jobs of which the cluster has a record, and
+    jobs with a journal in a folder. `rayzero status NAME` shows a job with its whole error."""
     from rayzero.engine.redact import redact_url
     from rayzero.orchestrator.job.lookup import list_journaled_jobs
 
     found = {status.name: status for status in _cluster_statuses(address, ended=not running)}
-    for name in () if running else list_journaled_jobs(path):
-        if name not in found:
-            found[name] = _journaled_status(path, name)
+    if not running:
+        for name in list_journaled_jobs(path):
+            if name not in found:
+                found[name] = _journaled_status(path, name)
     jobs = sorted(found.values(), key=lambda job: job.began_at_s or job.at_s, reverse=True)
     if as_json:
         print(json.dumps([asdict(status) for status in jobs]))
         return
-    for line in job_table(jobs, time.time(), output_width()) if jobs else ():
-        print(line)
     if not jobs:
         others = f", none has ended, and none has a journal in {redact_url(path)!r}"
         print(f"no job is running{'' if running else others}", file=sys.stderr)
+        return
+    for line in job_table(jobs, time.time(), output_width()):
+        print(line)
 
 
 @commands.command(epilog="Example: rayzero status gpt")
@@ -85,7 +87,7 @@ def status(
     path: OptionalJobsPath = None,
     as_json: JsonValueFlag = False,
 ) -> None:
-    """Print the state of a job; for a job that does not run, its last known state.
+    """Print the state of a job; for a job that is not running, its last known state.
 
     Exit code 0: printed. 1: the job did not respond. 2: no such job.
     """
@@ -141,7 +143,7 @@ def stop(name: JobName, address: ClusterAddress = None, path: JobsPath = JOBS_FO
                 if time.monotonic() >= deadline_s:
                     raise JobFailedError(
                         f"job {name!r} did not stop within {limit_s:g} s",
-                        fix="checkpoint.grace_period_s, if its last checkpoint takes longer",
+                        fix="set a longer checkpoint.grace_period_s for its last checkpoint",
                     )
                 time.sleep(STOP_POLL_S)
             with suppress(JobFailedError):
@@ -166,7 +168,7 @@ def scale(
     role: RoleName = "",
     address: ClusterAddress = None,
 ) -> None:
-    """Change the number of workers of a running job, at a step boundary; or of a role of it.
+    """Change the number of workers of a running job at a step boundary, or of one of its roles.
 
     Exit code 0: accepted. 1: the job did not respond. 2: no such job, or a number of workers that
     the job cannot have.
@@ -182,8 +184,9 @@ def scale(
 
 
 def find_job(name: str, address: str | None, path: str | None) -> RunningJob | EndedJob | JobStatus:
-    """The running job; otherwise its last status: with a `path` from its journal there, without one
-    from the cluster's record, or from its journal in the default folder. Raises as `find_any`."""
+    """Returns the running job, or else its last status. With a `path` the status is from the
+    journal there; otherwise from the cluster's record, or else from the journal in the default
+    folder. Raises as `find_any`."""
     from rayzero.orchestrator.job import lookup
 
     try:
@@ -200,8 +203,8 @@ def find_job(name: str, address: str | None, path: str | None) -> RunningJob | E
 
 
 def check_may_be_lost(error: ConfigError, address: str | None) -> None:
-    """Raises the error again if it says that what was named is no cluster. One that has ended may
-    have left a job's journal; the address that RAY_ADDRESS still has may be its own."""
+    """Raises the error again if the given address cannot be a cluster's. If RAY_ADDRESS has the
+    address of a cluster that has ended, only prints a note, because a job's journal may be left."""
     from rayzero.orchestrator.cluster.addresses import AddressError, NothingListensError
 
     has_ended = isinstance(error, NothingListensError)
@@ -212,8 +215,8 @@ def check_may_be_lost(error: ConfigError, address: str | None) -> None:
 
 
 def _journaled_status(path: str, name: str) -> JobStatus:
-    """Returns what `status_from_journal` does; for a journal that cannot be read, a status with the
-    error alone."""
+    """Calls `status_from_journal`. For a journal that cannot be read, returns a status with only
+    the error."""
     from rayzero.orchestrator.job.lookup import status_from_journal
     from rayzero.orchestrator.results import JobStatus
 
@@ -224,7 +227,8 @@ def _journaled_status(path: str, name: str) -> JobStatus:
 
 
 def _cluster_statuses(address: str | None, ended: bool) -> Iterator[JobStatus]:
-    """Ended jobs first, so that a running one of the same name replaces them."""
+    """Yields the status of each job of the clusters. Ended jobs come first, so that a running job
+    of the same name replaces them."""
     from rayzero.orchestrator.cluster.connect import connect_each
     from rayzero.orchestrator.cluster.ray_api import AuthRefusedError
     from rayzero.orchestrator.job.actor import JobActor
@@ -233,9 +237,10 @@ def _cluster_statuses(address: str | None, ended: bool) -> Iterator[JobStatus]:
 
     try:
         for _ in connect_each(address):
-            yield from (record.status for record in (list_ended() if ended else ()))
+            if ended:
+                yield from (record.status for record in list_ended())
             for process in list_running():
-                with suppress(RayzeroError):  # it has ended meanwhile
+                with suppress(RayzeroError):  # the job has ended meanwhile
                     yield process.call(JobActor.status)
     except ConfigError as error:
         if address is not None or isinstance(error, AuthRefusedError):
@@ -244,7 +249,7 @@ def _cluster_statuses(address: str | None, ended: bool) -> Iterator[JobStatus]:
 
 
 def _end_leftovers(name: str, address: str | None) -> int:
-    """Ends what a lost job has left in its cluster, if that runs; the number of it."""
+    """Ends what a lost job has left in its cluster, if that still runs. Returns the number."""
     from rayzero.orchestrator.job.lookup import end_leftovers
 
     try:
@@ -257,7 +262,7 @@ def _end_leftovers(name: str, address: str | None) -> int:
 
 
 def _abandon_lost_run(name: str, path: str, not_found: ConfigError) -> None:
-    """Writes the end of a run whose process is lost into its journal."""
+    """Writes into the journal of a run whose process is lost that the run was stopped."""
     from rayzero.orchestrator.job.claims import new_claim
     from rayzero.orchestrator.job.lease import acquire_lease
     from rayzero.orchestrator.job.lookup import NoJournalError, job_folder, load_run_history
@@ -314,12 +319,12 @@ def _status_fields(status: JobStatus) -> Iterator[tuple[str, str]]:
 
 
 def output_width() -> int:
-    """Columns of the terminal; of a pipe or a file `PLAIN_WIDTH`."""
+    """Returns the width of the terminal; `PLAIN_WIDTH` for a pipe or a file."""
     return get_terminal_size().columns if sys.stdout.isatty() else PLAIN_WIDTH
 
 
 def job_table(jobs: Sequence[JobStatus], now_s: float, width: int) -> Iterator[str]:
-    """Heads, and a line for each job: the last column is cut so that it fits `width`."""
+    """Yields a header line, and a line for each job. Lines are cut to `width`."""
     rows = [_row(job, now_s) for job in jobs]
     for line in table_lines([_HEADS, *rows], left=(0, 1)):
         yield cut_text(line, width)
@@ -340,7 +345,7 @@ def _row(job: JobStatus, now_s: float) -> tuple[str, ...]:
 
 
 def _remark(job: JobStatus) -> str:
-    """Why a failed job failed, or the command that resumes a lost job."""
+    """Returns why a failed job failed, or the command that resumes a lost job."""
     if job.state is None:
         step = job.checkpoint_step
         origin = "starts from scratch" if step is None else f"continues from step {step}"

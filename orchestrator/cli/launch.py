@@ -36,11 +36,11 @@ commands = new_group()
 AutotuningMode: TypeAlias = Annotated[
     Literal["tune", "run"] | None,
     typer.Option(
-        help="Choose stage and micro-batch by short runs, as `autotuning` in the config says; "
-        "`run` then trains with the best.",
+        help="Choose stage and micro-batch by short runs, as `autotuning` in the config says. "
+        "`run` then trains with the best settings.",
     ),
 ]
-_IGNORED = "Accepted for deepspeed's command line, and not used: "
+_IGNORED = "Accepted for compatibility with deepspeed's command line, and ignored: "
 
 
 @commands.command(
@@ -54,21 +54,21 @@ def launch(
         typer.Argument(metavar="SCRIPT.py [ARGS]", help="The script, and its own arguments."),
     ],
     module: Annotated[
-        bool, typer.Option("-m", "--module", help="SCRIPT is a module, as of `python -m`.")
+        bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for `python -m`.")
     ] = False,
     workers: Annotated[
         str | None, typer.Option(metavar="MIN[:MAX]", help="Number of workers. Default: 1.")
     ] = None,
     stage: Annotated[
         int | None,
-        typer.Option(help="ZeRO stage (0 to 3), for scripts that bring no DeepSpeed config."),
+        typer.Option(help="ZeRO stage (0 to 3), for scripts without a DeepSpeed config."),
     ] = None,
     deepspeed_config: Annotated[
         str | None,
         typer.Option(
             "--deepspeed_config",
             metavar="FILE",
-            help="DeepSpeed config, for scripts that bring none.",
+            help="DeepSpeed config, for scripts without one.",
         ),
     ] = None,
     autotuning: AutotuningMode = None,
@@ -81,7 +81,7 @@ def launch(
     as_json: JsonLinesFlag = False,
     num_gpus: Annotated[
         int | None,
-        typer.Option("--num_gpus", help="As --workers with the same number, with a GPU each."),
+        typer.Option("--num_gpus", help="Same as --workers, with one GPU for each worker."),
     ] = None,
     num_nodes: Annotated[
         int | None, typer.Option("--num_nodes", help="Only 1: Ray places the workers.")
@@ -96,8 +96,8 @@ def launch(
     """Run a training script on every worker, and wait until it ends.
 
     The script runs as `__main__` with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT;
-    `import deepspeed` is rayzero's engine. After a fault or a resize it is run again, where the
-    job stands. Exit codes: those of `run`; 2 also for wrong arguments of the script.
+    `import deepspeed` is rayzero's engine. After a fault or a resize, training continues at the
+    job's last step. Exit codes: those of `run`; 2 also for wrong arguments of the script.
     """
     target = {"module" if module else "script": command[0], "args": command[1:]}
     launched = target | {"stage": stage, "deepspeed_config": deepspeed_config}
@@ -114,7 +114,7 @@ def _run(
     address: str | None,
     as_json: bool,
 ) -> int:
-    """Runs the job, with the best settings if it is tuned before; the exit code."""
+    """Runs the job, after tuning with the best settings. Returns the exit code."""
     from rayzero.orchestrator.cli.run import run_with_console
 
     if autotuning is None:
@@ -124,7 +124,7 @@ def _run(
     with StopSignals() as signals:
         try:
             best = tune_and_report(make_spec(), address, as_json)
-        except (KeyboardInterrupt, SystemExit):  # the latter after Ray replaced the handler
+        except (KeyboardInterrupt, SystemExit):  # SystemExit after Ray has replaced the handler
             return signals.exit_code or 128 + signal.SIGTERM
     if best is None or autotuning == "tune":
         return int(best is None)
@@ -134,11 +134,11 @@ def _run(
 def _workers_of(
     workers: str | None, num_gpus: int | None, num_nodes: int | None, unused: dict[str, Any]
 ) -> tuple[str | None, dict[str, Any]]:
-    """The number of workers, and what each has, from our flags and those of deepspeed's."""
+    """Returns the number of workers, and the resources of each, from our and deepspeed's flags."""
     if num_nodes not in (None, 1):
         raise ConfigError(
             f"--num_nodes {num_nodes}: Ray decides where workers run",
-            fix="--workers, with the number of workers on all nodes together",
+            fix="use --workers, with the number of workers on all nodes together",
         )
     for flag, value in unused.items():
         if value is not None:
@@ -147,7 +147,7 @@ def _workers_of(
         return workers, {}
     if workers is not None:
         raise ConfigError(
-            "--num_gpus and --workers are both given", fix="--workers, and --set workers.gpus=1"
+            "--num_gpus and --workers are both given", fix="use --workers, and --set workers.gpus=1"
         )
     return str(num_gpus), {"gpus": 1}
 
@@ -161,7 +161,9 @@ def _make_spec(
     for key in ("script", "deepspeed_config"):
         file = launched.get(key)
         if file is not None and not Path(file).exists():
-            raise ConfigError(f"there is no file {file!r}", "a path from here", f"{key} of launch")
+            raise ConfigError(
+                f"there is no file {file!r}", "a path from here", f"change {key} of launch"
+            )
     if launched.get("script") is not None:
         _check_syntax(launched["script"])
     number, resources = limits
@@ -186,7 +188,7 @@ def _check_syntax(script: str) -> None:
 
 
 def _name_of(target: str) -> str:
-    """A job's name from a script's path or a module's name."""
+    """Returns a job's name from a script's path or a module's name."""
     stem = target.rpartition(".")[2] if not target.endswith(".py") else Path(target).stem
     if stem == "__main__":
         stem = Path(target).resolve().parent.name
@@ -234,11 +236,15 @@ def _to_table(tuned: Tuned) -> str:
     for name in ("batch", "samples/s", "s/step", "TFLOP/s", "GiB"):
         table.add_column(name, justify="right")
     table.add_column("")
-    for it in tuned.results:
-        numbers = (it.global_batch, it.samples_per_s, it.step_s, it.flops_per_s, it.peak_bytes)
+    for result in tuned.results:
+        numbers = (
+            *(result.global_batch, result.samples_per_s, result.step_s),
+            *(result.flops_per_s, result.peak_bytes),
+        )
         scaled = zip(numbers, (1, 1, 1, 1e12, 2**30), strict=True)
         cells = [f"{number / unit:.4g}" if number else "" for number, unit in scaled]
-        table.add_row(it.candidate.name, *cells, "best" if it is tuned.best else it.failure)
+        remark = "best" if result is tuned.best else result.failure
+        table.add_row(result.candidate.name, *cells, remark)
     console = Console(width=200, no_color=True)
     with console.capture() as captured:
         console.print(table)
@@ -246,12 +252,12 @@ def _to_table(tuned: Tuned) -> str:
 
 
 def _best_command(words: Sequence[str], spec: JobSpec, best: JobSpec) -> str:
-    """The command that was given, with the best settings in place of tuning."""
+    """Returns the command that was given, with the best settings in place of tuning."""
     if spec.launch is None or best.launch is None:
         return ""
     options = [*words[: len(words) - len(spec.launch.args)]]
-    at = next(i for i, word in enumerate(options) if word.startswith("--autotuning"))
+    start = next(i for i, word in enumerate(options) if word.startswith("--autotuning"))
     overrides = json.dumps(best.launch.overrides)
-    end = at + 1 + (options[at] == "--autotuning")
-    options[at:end] = ["--set", f"launch.overrides={overrides}"]
+    end = start + 2 if options[start] == "--autotuning" else start + 1  # with a value of its own
+    options[start:end] = ["--set", f"launch.overrides={overrides}"]
     return shlex.join(["rayzero", *options, *best.launch.args])

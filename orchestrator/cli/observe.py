@@ -46,15 +46,15 @@ def logs(
     rank: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Only what this rank prints, or this worker of --role.", metavar="RANK"
+            min=0, help="Only lines of this rank, or of this worker of --role.", metavar="RANK"
         ),
     ] = None,
     role: RoleName = "",
     address: ClusterAddress = None,
     path: OptionalJobsPath = None,
 ) -> None:
-    """Print a job's log: the output of its workers, and its events. With a URL as --path it is read
-    there, of all of the job's controllers, and no cluster is needed.
+    """Print a job's log: the output of its workers, and its events. With a URL as --path, the log
+    of all of the job's controllers is read there, without a cluster.
 
     Exit code 0: printed. 1: the job or the store did not respond, or a part of the log is damaged.
     2: no such job, or its log is on another machine.
@@ -85,8 +85,8 @@ def top(
 ) -> int:
     """Watch a job: state, progress, loss, ranks, faults, lost time and checkpoints.
 
-    By name in the cluster of --address; or by the URL of its metrics endpoint, from any machine
-    that can connect to it.
+    The job is found by name in the cluster of --address; or by the URL of its metrics endpoint,
+    from any machine that can connect to it.
 
     Exit code 0: the job has ended, in whatever state. 1: the job did not respond. 2: no such job or
     address. 130: interrupted by Ctrl-C.
@@ -125,7 +125,7 @@ def page(
     ] = "127.0.0.1",
 ) -> None:
     """Serve one page of all jobs in a folder or a store, running and ended, with a comparison of
-    their runs, until Ctrl-C. It reads what the jobs write there, and needs no cluster.
+    their runs, until Ctrl-C. The page reads files that the jobs write, and needs no cluster.
 
     Exit code 1: the store cannot be read. 2: no such folder, or the port is taken. 130: ended by
     Ctrl-C.
@@ -140,7 +140,7 @@ def page(
         raise ConfigError(
             f"{path!r} is not a folder on this machine",
             allowed="checkpoint.path of the job files",
-            fix="--path",
+            fix="change --path",
         )
     url = path if is_remote(path) else str(Path(local_path(path)).resolve())
     with closing(JobsPage(url, host, port)) as served:
@@ -151,8 +151,8 @@ def page(
 def _log_parts(
     job: RunningJob | EndedJob | JobStatus, address: str | None, follow: bool
 ) -> Iterator[bytes]:
-    """The log of a running job; of one that has ended from the disk of this machine, of the head
-    node of the cluster that has a record of it, or from its store."""
+    """Yields the log of a running job. The log of an ended job is read from this machine's disk,
+    or else from the head node of the cluster that has its record, or else from its store."""
     from rayzero.engine.checkpoint.store import split_url
     from rayzero.engine.redact import REDACTED
     from rayzero.orchestrator.cluster.connect import connect_each
@@ -181,7 +181,7 @@ def _log_parts(
                     return
     folder, _ = split_url(status.journal)
     path, _ = split_url(folder)
-    if "://" in path and REDACTED not in path:  # the head's disk is another one now
+    if "://" in path and REDACTED not in path:  # a new head has another disk
         yield from _stored_parts(path, status.name, follow=False)
         return
     raise ConfigError(
@@ -222,7 +222,8 @@ def _watch_remotely(
 
 
 def _job_source(name: str, address: str | None, stack: ExitStack) -> Callable[[], Snapshot]:
-    """Snapshots of a running job, which the first call finds; `stack` closes its cluster."""
+    """Returns a source of snapshots of a running job. Its first call finds the job; `stack` then
+    closes the connection to the cluster."""
     found: list[RunningJob] = []
 
     def fetch() -> Snapshot:

@@ -28,7 +28,8 @@ COLUMNS = {
     "buffers": ("slots", "grad_slots", "error_feedback", "staging"),
     "activations": ("activations",),
 }
-"""The table's columns, and the classes of `engine.accounting` and the planner that each sums."""
+"""The table's columns, and the memory classes (of `engine.accounting`, and `activations`) that each
+column sums."""
 GPU_GIB = {
     "b200": 178.3,
     "h200": 139.7,
@@ -49,9 +50,9 @@ GPU_GIB = {
     "rtx3090": 23.5,
     "a6000": 47.4,
 }
-"""About what a process can use: of an A100, L40, V100 and RTX 4090 as messages of torch.cuda report
-it; of the others the memory that the name promises, less what error correction and the driver take
-of those."""
+"""Memory that a process can use, approximately. The values of the A100, L40, V100 and RTX 4090 are
+from messages of torch.cuda. For the others, it is the nominal memory, less the share that error
+correction and the driver take of these four."""
 DEFAULT_CONFIG = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 
 
@@ -101,7 +102,7 @@ def plan(
     gpu_bytes = None if gpu is None else _parse_gpu(gpu)
     sys.path.insert(0, "")  # the user's modules, as for `rayzero run`
     document = DEFAULT_CONFIG if engine is None else read_config(engine)
-    # By name: it imports torch, which the orchestrator must not (see the import contracts).
+    # By name: the module imports torch, which the orchestrator must not (see the import contracts).
     search = import_module("rayzero.engine.planning.search")
     try:
         planner = search.MemoryPlanner(
@@ -127,13 +128,13 @@ def _resolve_function(name: str) -> Any:
         raise ConfigError(
             f"{name!r} is not the name of a function",
             allowed="module:function, such as models:make",
-            fix="MODULE:FUNCTION or --batch",
+            fix="change MODULE:FUNCTION or --batch",
         )
     try:
         return resolve_entrypoint(name)
     except EntryPointError as error:
         seen = error.seen.removeprefix("entrypoint ")
-        fix = "MODULE:FUNCTION or --batch"
+        fix = "change MODULE:FUNCTION or --batch"
         raise ConfigError(seen, allowed="module:function", fix=fix) from error.__cause__
 
 
@@ -145,12 +146,12 @@ def _user_code_error(error: Exception) -> ConfigError:
         f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno}, in {last.name})",
         allowed="a function without arguments that returns the model; for --batch, a function of "
         "the number of samples that returns the model's input",
-        fix="MODULE:FUNCTION or --batch",
+        fix="change MODULE:FUNCTION or --batch",
     )
 
 
 def _parse_gpu(text: str) -> int:
-    """Bytes of a GPU by its name, or of a size; a number alone is in GB."""
+    """Returns the memory in bytes of a GPU, given by its name or its size. A plain number is GB."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
     name = text.lower().replace(" ", "").replace("_", "-").removeprefix("nvidia-")
@@ -166,7 +167,7 @@ def _parse_gpu(text: str) -> int:
     raise ConfigError(
         f"--gpu {text!r} is neither a size nor a GPU that is known",
         allowed=f"a size, such as 80GB or 24GiB (without a unit: GB), or {', '.join(GPU_GIB)}",
-        fix="--gpu",
+        fix="change --gpu",
     )
 
 
@@ -191,7 +192,7 @@ def _plain_names(sizes: dict[str, int]) -> dict[str, int]:
 
 
 def _print_table(results: list[Any], best: Any, traced: bool, gpu_bytes: int | None) -> None:
-    """Prints at most 80 columns: a setting's name has a line of its own."""
+    """Prints a table of at most 80 columns, in which a setting's name has a line of its own."""
     largest = max(result.estimate.device_total_bytes for result in results)
     unit, unit_name = (GIB, "GiB") if largest >= GIB // 10 else (MIB, "MiB")
     print(f"{unit_name} on each rank; host: of its node's memory\n")
@@ -217,19 +218,19 @@ def _remarks(results: list[Any], best: Any, traced: bool, gpu_bytes: int | None)
     if not traced:
         yield "Activations are not included: they need --batch."
     offloaded = results if gpu_bytes is None else [best] if best else []
-    one_s = max((it.estimate.cpu_update_s for it in offloaded), default=0.0)
-    if one_s >= 1e-3:
+    thread_s = max((result.estimate.cpu_update_s for result in offloaded), default=0.0)
+    if thread_s >= 1e-3:
         yield (
-            f"An optimizer on the CPU takes about {one_s:.2g} s a step on one thread of each rank, "
-            f"{one_s / 12:.2g} s on 12: leave workers.cpus unset, or set it to the node's CPUs / "
-            "its GPUs."
+            f"An optimizer on the CPU takes about {thread_s:.2g} s a step on one thread of each "
+            f"rank, {thread_s / 12:.2g} s on 12: leave workers.cpus unset, or set it to the node's "
+            "CPUs / its GPUs."
         )
     if gpu_bytes is None:
         return
     if best is not None:
         yield f"Use {best.setting.name}: the first that fits in {format_size(gpu_bytes)}."
         return
-    least = min(results, key=lambda it: int(it.estimate.device_total_bytes))
+    least = min(results, key=lambda result: int(result.estimate.device_total_bytes))
     needed, usable = least.estimate.device_total_bytes, int(USABLE_FRACTION * gpu_bytes)
     yield (
         f"Nothing fits in {format_size(gpu_bytes)}, of which {format_size(usable)} are for the "

@@ -129,7 +129,8 @@ def resume(
             fix="submit its job file or run its script again; it continues at its last state",
         )
     spec = validate_document(JobSpec, last_run.spec, f"the journal of job {name!r}")
-    # A run that was set aside continues in its folder; one that began anew does not do so again.
+    # A run that was set aside is resumed in its folder NAME.1, not under the name in its journal.
+    # A run that was submitted with `checkpoint.resume: scratch` does not start from scratch again.
     spec = spec.model_copy(update={"name": name})
     if restart or spec.checkpoint.resume == "scratch":
         spec = with_resume(spec, "scratch" if restart else "auto")
@@ -139,7 +140,7 @@ def resume(
 
 
 def run_with_console(load: Callable[[], JobSpec], address: str | None, as_json: bool) -> int:
-    """Runs the job that `load` returns, and shows its events; the exit code."""
+    """Runs the job that `load` returns, and shows its events. Returns the exit code."""
     from rayzero.orchestrator.cluster.addresses import head_address
     from rayzero.orchestrator.cluster.local_cluster import LocalCluster
     from rayzero.orchestrator.console import console_for

@@ -33,20 +33,20 @@ from rayzero.workers.worker_status import WorkerStatus
 
 _NODE_LABEL = "ray.io/node-id"  # Ray sets it on every node
 _MAX_START_BACKOFF_S = 60.0
-"""Longest delay before another start in a reservation in which workers do not start."""
+"""Longest delay before the next start in a reservation where workers have failed to start."""
 
 
 @dataclass(eq=False)
 class Reservation:
-    """The resources of one worker: a placement group of one bundle. Ray places it once there are
-    free resources, and again when its node is lost.
+    """The resources of one worker: a placement group of one bundle. Ray places the group once
+    resources are free, and again when its node is lost.
 
     Args:
-        avoid_nodes: nodes that it must not be placed on.
-        worker: index of the worker in it; None while it is unoccupied.
-        available_at_s: time, by the pool's clock, before which no worker is started in it.
+        avoid_nodes: nodes on which the group must not be placed.
+        worker: index of the worker that occupies the reservation; None while there is none.
+        available_at_s: time, by the pool's clock, before which no worker is started here.
         start_failures: failed starts of workers since the last successful one.
-        draining: its node is being drained, and another reservation was requested in its place.
+        draining: its node is being drained, and another reservation was requested instead.
     """
 
     group: PlacementGroup
@@ -62,9 +62,9 @@ class WorkerHandle:
     """A worker's actor, until it is replaced or removed.
 
     Args:
-        node_id: of the node that it was started on.
+        node_id: id of the node on which the actor was started.
         info: None until the actor has started.
-        announced: whether the controller knows the worker.
+        announced: the controller knows the worker.
     """
 
     index: int
@@ -78,15 +78,16 @@ class WorkerHandle:
 class ActorPool:
     """Owns the reservations of one job and the workers in them.
 
-    Each reservation is a placement group of its own, so that they are granted, removed and
-    rescheduled one by one; pending ones are the demand that Ray's autoscaler sees.
+    Each reservation is a placement group of its own, so that reservations are granted, removed and
+    rescheduled one by one. Pending reservations are the demand that Ray's autoscaler sees.
 
     Args:
         vaults: a node's vault is started together with its first worker.
-        actor: the workers' class.
+        indices: yields the index of each new worker.
+        actor: class of the workers' actors.
 
     Attributes:
-        role: of its workers; empty: they are for ranks.
+        role: role of the pool's workers; empty for workers that become ranks.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class ActorPool:
         self._reservations: list[Reservation] = []
         self._workers: dict[int, WorkerHandle] = {}
         self._indices = indices
-        self._capacities: dict[str, Capacity] = {}  # of the nodes that were alive when last asked
+        self._capacities: dict[str, Capacity] = {}  # of nodes that were alive in the last query
         self._adjusting = asyncio.Lock()
 
     def __contains__(self, worker: WorkerHandle) -> bool:
@@ -114,7 +115,7 @@ class ActorPool:
 
     @property
     def workers(self) -> list[WorkerHandle]:
-        """Oldest first."""
+        """The pool's workers, oldest first."""
         return list(self._workers.values())
 
     def find(self, index: int) -> WorkerHandle | None:
@@ -131,7 +132,7 @@ class ActorPool:
         return [reservation for reservation in self._reservations if reservation.worker is None]
 
     async def held_by_other_jobs(self) -> dict[str, Capacity]:
-        """CPUs and GPUs in the reservations of the cluster's other jobs, by the job's name."""
+        """Returns the CPUs and GPUs in the reservations of the cluster's other jobs, by job."""
         table = await self._head(placement_group_table)
         held: dict[str, Capacity] = {}
         for entry in table.values():
@@ -149,13 +150,20 @@ class ActorPool:
     def adopt(
         self, workers: Iterable[tuple[WorkerStatus, Any]], groups: Iterable[str]
     ) -> list[int]:
-        """Owns the workers of an earlier process of the job, each with its actor, and all of its
-        placement groups, by id. Returns the workers' indices."""
-        found = {group: Reservation(group_of_id(group)) for group in groups}
-        self._reservations += found.values()
+        """Takes over the workers and placement groups of an earlier process of the job.
+
+        Args:
+            workers: status and actor of each worker.
+            groups: ids of the placement groups.
+
+        Returns:
+            The workers' indices.
+        """
+        reservations = {group: Reservation(group_of_id(group)) for group in groups}
+        self._reservations += reservations.values()
         for status, actor in workers:
-            info, reservation = status.info, found.get(status.group)
-            if reservation is None:  # it has been removed, and Ray ends the worker
+            info, reservation = status.info, reservations.get(status.group)
+            if reservation is None:  # the group has been removed, and Ray ends the worker
                 ray.kill(actor)
                 continue
             reservation.worker = info.index
@@ -165,7 +173,7 @@ class ActorPool:
         return [*self._workers]
 
     async def reserve(self, number: int, need: ResourceRequest) -> None:
-        """Requests more reservations, preferably on the nodes that are in use."""
+        """Requests `number` more reservations, preferably on nodes that already have some."""
         cluster = await self._head(ray_api.node_snapshot)
         in_use = set((await self._granted()).values())
         for target in preferred_nodes(number, need, cluster.free, in_use):
@@ -173,7 +181,7 @@ class ActorPool:
 
     async def adjust(self, most: int, need: ResourceRequest) -> None:
         """Requests missing reservations, or removes surplus ones without an announced worker."""
-        async with self._adjusting:  # else two would both request what is missing
+        async with self._adjusting:  # otherwise two calls would both request what is missing
             surplus = sum(not reservation.draining for reservation in self._reservations) - most
             if surplus < 0:
                 await self.reserve(-surplus, need)
@@ -185,8 +193,8 @@ class ActorPool:
         await self.remove(unannounced[: surplus - len(unoccupied)])
 
     async def start_in_ready(self, need: ResourceRequest) -> list[WorkerHandle]:
-        """Starts a worker in every unoccupied reservation that is granted and available. One on a
-        node to avoid, or on a draining node, is requested again elsewhere instead."""
+        """Starts a worker in every unoccupied reservation that is granted and available. Instead, a
+        reservation on a draining node or a node to avoid is requested again elsewhere."""
         now_s = self._clock.now()
         if not any(reservation.available_at_s <= now_s for reservation in self.unoccupied):
             return []
@@ -194,7 +202,7 @@ class ActorPool:
         capacities = self._capacities
         draining = await self._head(ray_api.draining_node_ids)
         started = []
-        for reservation in self.unoccupied:  # may have changed meanwhile
+        for reservation in self.unoccupied:  # read again: it may have changed meanwhile
             node = granted.get(reservation)
             if node is None or reservation.available_at_s > self._clock.now():
                 continue
@@ -208,13 +216,15 @@ class ActorPool:
         return started
 
     async def wait_started(self, worker: WorkerHandle) -> None:
-        """Sets a worker's `info` when its process has started. Raises RayError if it does not."""
+        """Waits until a worker's process has started, and sets the worker's `info`. Raises RayError
+        if the process does not start."""
         worker.info = await worker.actor.describe.remote()
         worker.reservation.start_failures = 0
 
     def free(self, worker: WorkerHandle, delay_s: float) -> None:
-        """Ends a worker. Its reservation is available after `delay_s`, or removed if it drains."""
-        # The process may be alive: Ray also reports actors as lost that it cannot reach.
+        """Ends a worker. Its reservation becomes available after `delay_s`, or is removed if its
+        node is draining."""
+        # The process may be alive: Ray also reports an actor as lost if it cannot reach the actor.
         ray.kill(self._workers.pop(worker.index).actor)
         worker.reservation.worker = None
         worker.reservation.available_at_s = self._clock.now() + delay_s
@@ -222,7 +232,8 @@ class ActorPool:
             self._remove_reservation(worker.reservation)
 
     def start_failed(self, worker: WorkerHandle) -> float:
-        """Frees the reservation of a worker that did not start; the delay doubles every time."""
+        """Frees the reservation of a worker that did not start. Returns the delay until the next
+        start, which doubles with every failure."""
         delay_s = min(_MAX_START_BACKOFF_S, 2.0**worker.reservation.start_failures)
         worker.reservation.start_failures += 1
         self.free(worker, delay_s)
@@ -249,7 +260,7 @@ class ActorPool:
             self._head.post(remove_placement_group, reservation.group)
 
     async def _granted(self) -> dict[Reservation, str]:
-        """The granted reservations, each with its node's id."""
+        """Returns the granted reservations, each with the id of its node."""
         if not self._reservations:
             return {}
         table = await self._head(placement_group_table)
@@ -267,8 +278,8 @@ class ActorPool:
     async def _request(
         self, need: ResourceRequest, target: str | None, avoid: Collection[str]
     ) -> PlacementGroup:
-        """Ray supports a soft target node with STRICT_PACK only; with one bundle all strategies are
-        equal."""
+        """Requests a placement group. Its strategy is STRICT_PACK, because Ray supports a soft
+        target node with no other. For a group of one bundle all strategies are equal."""
         bundle = {"CPU": need.cpus} | ({"GPU": need.gpus} if need.gpus else {})
         avoid_label = {_NODE_LABEL: f"!in({','.join(sorted(avoid))})"}
         name = self._name(secrets.token_hex(8))
@@ -293,7 +304,7 @@ class ActorPool:
     async def _move(
         self, reservation: Reservation, need: ResourceRequest, avoid: Collection[str]
     ) -> None:
-        """Requests a reservation without a worker again, elsewhere."""
+        """Requests an unoccupied reservation again on another node."""
         self._head.post(remove_placement_group, reservation.group)
         group = await self._request(need, None, avoid)
         if reservation in self._reservations:
@@ -304,7 +315,8 @@ class ActorPool:
     async def _start(
         self, reservation: Reservation, node_id: str, need: ResourceRequest, node: Capacity
     ) -> WorkerHandle | None:
-        """None if the reservation was removed meanwhile, and with it what was started in it."""
+        """Starts a worker. Returns None if the reservation was removed meanwhile, because Ray then
+        also ends the worker."""
         threads = need.threads or node.cpus_per_gpu
         index = reservation.worker = next(self._indices)
         options = self._actor.options(

@@ -1,6 +1,6 @@
 """Addresses of clusters: which one is meant, where it was given, and which server listens there.
 
-Imports no Ray, whose import takes a second.
+This module does not import Ray, whose import takes a second.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from rayzero.engine.redact import redact_url
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""How long a process of Ray's lives on without the cluster's head, in seconds."""
+"""Ray's variable: how many seconds a process lives on without the cluster's head."""
 CLIENT_ADDRESS_VARIABLE = "RAYZERO_CLIENT_ADDRESS"
-"""Set for a command that runs in the cluster: the `--address` that its user gave."""
+"""Set for a command that runs in the cluster, to the `--address` that its user gave."""
 HOST_PORT = re.compile(r"(?P<host>\[[^\]]+\]|[^:/\s]+):(?P<port>\d{1,5})")
 _DASHBOARD_SCHEMES = ("http://", "https://")
 _RAY_CLIENT_SCHEME = "ray://"
 _OVERRIDING_VARIABLES = (ADDRESS_VARIABLE, "RAY_API_SERVER_ADDRESS")
 
 PROBE_VARIABLE = "RAYZERO_PROBE_S"
-"""Allows a busy dashboard, or a head on a busy machine, more than `DEFAULT_PROBE_S`."""
+"""Variable that allows a busy dashboard or head more time than `DEFAULT_PROBE_S`, in seconds."""
 DEFAULT_PROBE_S = 2.0
 MAX_PROBE_S = 3600.0
 _LEAST_WAIT_S = 0.01
@@ -60,8 +60,8 @@ class NothingListensError(AddressError):
 
 @dataclass(frozen=True)
 class Address:
-    """The address of a cluster as it was given, empty without one; `is_variable` if it is the value
-    of RAY_ADDRESS."""
+    """The address of a cluster as it was given; empty if none was given. `is_variable` if it is the
+    value of RAY_ADDRESS."""
 
     text: str
     is_variable: bool = False
@@ -72,7 +72,7 @@ class Address:
 
     @property
     def is_named(self) -> bool:
-        """Whether it is of one cluster: not of any on this machine, or of a new one."""
+        """Whether the address names a cluster. An empty one, `auto` and `local` do not."""
         return self.text not in ("", "auto", "local")
 
     @property
@@ -93,8 +93,8 @@ class Address:
         kind: type[AddressError] = AddressError,
         setting: str = "",
     ) -> AddressError:
-        """There is no cluster at this address, but what was found; `proposals` to use instead, and
-        a setting with which it may be found."""
+        """Returns the error that there is no cluster at this address, but what was `found`. The fix
+        has `proposals` of other addresses, and a `setting` with which the cluster may be found."""
         option = f"{ADDRESS_VARIABLE}=" if self.is_variable else "--address "
         words = [f"{option}{text}" for text in proposals]
         words += [setting] if setting else []
@@ -109,8 +109,8 @@ class Address:
 
 
 def named_address(address: str | None) -> Address:
-    """`address`; if that is None, RAY_ADDRESS, or else an empty one. No other variable counts.
-    Raises ConfigError if what was given is not an address."""
+    """Returns `address`; if that is None, RAY_ADDRESS, or else an empty address. No other variable
+    counts. Raises ConfigError for a text that is not an address."""
     named = Address((os.environ.get(ADDRESS_VARIABLE) or "").strip(), is_variable=True)
     if address is not None:
         named = Address(address.strip())
@@ -131,7 +131,7 @@ def named_address(address: str | None) -> Address:
 
 def head_address(address: str | None) -> Address:
     """Returns the `named_address` for a process that joins the cluster. Raises ConfigError also for
-    the address of a dashboard, with which it cannot."""
+    the address of a dashboard, which does not let a process join."""
     named = named_address(address)
     if named.is_dashboard:
         raise AddressError(
@@ -145,8 +145,8 @@ def head_address(address: str | None) -> Address:
 
 @contextmanager
 def only_given_address() -> Iterator[None]:
-    """Inside the `with` Ray's clients use the address that they are given: they prefer that of a
-    variable."""
+    """Hides environment variables inside the `with`, so that Ray's clients use the address that
+    they are given. They would prefer the address in a variable."""
     hidden = {name: os.environ.pop(name) for name in _OVERRIDING_VARIABLES if name in os.environ}
     try:
         yield
@@ -155,17 +155,17 @@ def only_given_address() -> Iterator[None]:
 
 
 class Deadline:
-    """The end of a probe: connection, TLS and answers share its time. How long names are resolved
-    is up to the system's resolver, so it begins after that."""
+    """The end of a probe. Connection, TLS and answers share its time. Name resolution does not
+    count, because only the system's resolver can limit it."""
 
     def __init__(self) -> None:
-        """Raises ConfigError if the variable has no number of seconds."""
+        """Raises ConfigError if the variable is not a valid number of seconds."""
         text = os.environ.get(PROBE_VARIABLE, str(DEFAULT_PROBE_S))
         try:
             self.limit_s = float(text)
         except ValueError:
             self.limit_s = 0.0
-        if not 0 < self.limit_s <= MAX_PROBE_S:  # neither is nan
+        if not 0 < self.limit_s <= MAX_PROBE_S:  # also true for nan
             raise ConfigError(
                 f"{PROBE_VARIABLE}={text}",
                 allowed=f"how long an address is probed: seconds, more than 0, at most "
@@ -176,22 +176,23 @@ class Deadline:
 
     @property
     def has_passed(self) -> bool:
-        return time.monotonic() >= self._ends_s - _LEAST_WAIT_S  # a timeout may end that early
+        # A socket's timeout may end a little early.
+        return time.monotonic() >= self._ends_s - _LEAST_WAIT_S
 
     @property
     def left_s(self) -> float:
-        """More than 0, which no timeout may be."""
+        """The time that is left, but always more than 0, because a socket's timeout must be."""
         return max(_LEAST_WAIT_S, self._ends_s - time.monotonic())
 
     @property
     def extension(self) -> str:
-        """How to allow more, for an error."""
+        """The setting that allows more time, for an error."""
         return f"{PROBE_VARIABLE}={self.limit_s * 5:g}, if it takes longer"
 
 
 def check_listens(named: Address) -> Deadline:
-    """Checks that Ray's own port may be at host:port: `ray.init` would try for minutes, without a
-    way to interrupt it. Returns the deadline, for what else is to be asked. Raises
+    """Checks that the server at host:port may be Ray's own, because `ray.init` would try for
+    minutes without a way to interrupt it. Returns the deadline for further questions. Raises
     NothingListensError; ConfigError for a server of another kind."""
     match = HOST_PORT.fullmatch(named.text)
     if match is None:
@@ -211,8 +212,8 @@ def check_listens(named: Address) -> Deadline:
 
 
 def check_dashboard(named: Address) -> None:
-    """Checks that a Ray dashboard may be at this URL. Raises NothingListensError; ConfigError for a
-    server of another kind."""
+    """Checks that the server at this URL may be a Ray dashboard. Raises NothingListensError;
+    ConfigError for a server of another kind."""
     try:
         parts = urlsplit(named.text)
         host, port = parts.hostname or "", parts.port
@@ -221,7 +222,7 @@ def check_dashboard(named: Address) -> None:
     if not host:
         raise named.error("it is not a URL")
     if parts.scheme in getproxies() and not proxy_bypass(host):
-        return  # the proxy knows
+        return  # only the proxy can tell
     port = port or (443 if parts.scheme == "https" else 80)
     opened, deadline = _open(named, host, port)
     with closing(opened) as connection:
@@ -247,7 +248,7 @@ def check_dashboard(named: Address) -> None:
         proposals = [f"{parts.netloc} on a machine of the cluster", f"http://{host}:8265"]
     else:
         proposals = [f"http://{host}:8265"]
-    others = [it for it in proposals if it != named.text]
+    others = [proposal for proposal in proposals if proposal != named.text]
     raise _other_server_error(named, found, others, deadline)
 
 
@@ -269,7 +270,7 @@ def identify_grpc(target: str, deadline: Deadline) -> str:
 
 
 def other_grpc_error(named: Address, deadline: Deadline) -> ConfigError:
-    """The error for host:port of a gRPC server that is not a head node's."""
+    """Returns the error for host:port of a gRPC server that is not a head node's."""
     found = identify_grpc(named.text, deadline)
     proposals = [f"{named.host}:6379", f"http://{named.host}:8265"]
     return _other_server_error(named, found, proposals, deadline)
@@ -285,7 +286,8 @@ def _other_server_error(
 
 
 def _open(named: Address, host: str, port: int) -> tuple[socket.socket, Deadline]:
-    """A connection, and the end of the probe that has begun. Raises NothingListensError."""
+    """Connects, and begins the probe. Returns the connection and the probe's deadline. Raises
+    NothingListensError."""
     reason: Exception = OSError("the host has no address")
     setting = ""
     try:
@@ -293,7 +295,8 @@ def _open(named: Address, host: str, port: int) -> tuple[socket.socket, Deadline
         deadline = Deadline()
         for tried, (family, kind, number, _, place) in enumerate(places):
             connection = socket.socket(family, kind, number)
-            connection.settimeout(deadline.left_s / (len(places) - tried))  # the others' part
+            # Each of the remaining addresses gets the same part of the time.
+            connection.settimeout(deadline.left_s / (len(places) - tried))
             try:
                 connection.connect(place)
                 return connection, deadline
@@ -311,7 +314,8 @@ def _open(named: Address, host: str, port: int) -> tuple[socket.socket, Deadline
 
 
 def _encrypted(connection: socket.socket, host: str, deadline: Deadline) -> socket.socket:
-    """TLS, without a check of who answers: Ray's client does that, before it sends anything."""
+    """Begins TLS without verifying the certificate. Ray's client does that, before it sends
+    anything."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -320,11 +324,11 @@ def _encrypted(connection: socket.socket, host: str, deadline: Deadline) -> sock
 
 
 def _ask(connection: socket.socket, host: str, folder: str, deadline: Deadline) -> bytes:
-    """The beginning of the answer to a dashboard's simplest request. A gRPC server, which speaks
-    HTTP/2, sends its own first frame whatever it gets."""
+    """Requests a dashboard's version, and returns the beginning of the reply. A gRPC server, which
+    speaks HTTP/2, sends its first frame whatever the request is."""
     request = f"GET {folder}/api/version HTTP/1.1\r\nHost: {_bracketed(host)}\r\n"
     reply = b""
-    with suppress(OSError):  # silent, or closed: what was read is the answer
+    with suppress(OSError):  # silent or closed: what was read so far is the reply
         connection.sendall(f"{request}Connection: close\r\n\r\n".encode())
         for part in _parts(connection, deadline):
             reply += part
@@ -359,7 +363,7 @@ def _found_by_http(reply: bytes) -> str:
         return TLS if reply[:2] == b"\x15\x03" else UNKNOWN
     code = int(status[1])
     if code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN) or 300 <= code < 400:
-        return DASHBOARD  # as far as one can see without its token
+        return DASHBOARD  # more cannot be known without the token
     with suppress(ValueError, TypeError):
         if "ray_version" in json.loads(body):
             return DASHBOARD

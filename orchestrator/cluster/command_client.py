@@ -1,4 +1,4 @@
-"""Runs a command in a cluster that this machine is not part of: by its command server
+"""Runs a command in a cluster that this machine is not part of: by the cluster's command server
 (`rayzero.orchestrator.job.command_server`), found through its dashboard, or as a Ray job."""
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ _MAX_REPLY_BYTES = 1 << 20
 
 
 class ServerUnreachableError(Exception):
-    """The command server cannot be reached. The message says why, unless the dashboard cannot be
-    either, of which Ray's client will tell."""
+    """The command server cannot be reached. The message says why. It is empty if the dashboard
+    cannot be reached either, because Ray's client reports that."""
 
 
 def prove(secret: str, nonce: str, text: str) -> str:
-    """That its sender, who knows the secret, means this command, once."""
+    """Returns a proof that the sender of the command `text` knows the secret. The server accepts a
+    nonce, and so the proof, only once."""
     return hmac.new(secret.encode(), f"{nonce}\n{text}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -46,8 +47,8 @@ def run_remotely(
     folder: Path | None = None,
 ) -> int:
     """Runs `rayzero ARGUMENTS` in the cluster with that dashboard, with the files of a folder, and
-    shows its output line by line; its exit code. A Ray job that only shows something is stopped if
-    this process is interrupted."""
+    shows the output line by line. Returns the exit code. If this process is interrupted, stops a
+    Ray job that runs one of `SERVED_COMMANDS`."""
     is_served = arguments[0] in SERVED_COMMANDS
     if is_served:
         code = run_at_command_server(dashboard, arguments, show_out)
@@ -56,9 +57,11 @@ def run_remotely(
     from rayzero.orchestrator.cluster import job_submission  # imports Ray: slow
 
     cluster = job_submission.RemoteJobClient(dashboard)
-    upload = None if folder is None else job_submission.select_upload(folder)
-    for line in () if upload is None else upload.describe():
-        print(f"warning: {line}", file=sys.stderr, flush=True)
+    upload = None
+    if folder is not None:
+        upload = job_submission.select_upload(folder)
+        for line in upload.describe():
+            print(f"warning: {line}", file=sys.stderr, flush=True)
     job = cluster.submit(arguments, upload)
     try:
         return cluster.follow(job, show_out)
@@ -72,19 +75,19 @@ def run_at_command_server(
     dashboard: str, arguments: Sequence[str], show_out: Callable[[str], object]
 ) -> int | None:
     """Runs `rayzero ARGUMENTS` by the command server of the cluster with that dashboard, and shows
-    its output line by line; its exit code. None, and a line on stderr, if that cannot be reached.
-    Raises JobFailedError if the connection is lost later."""
+    the output line by line. Returns the exit code; None if the server cannot be reached, after a
+    line on stderr. Raises JobFailedError if the connection is lost later."""
     try:
         response = _request(dashboard, json.dumps(list(arguments)))
-    except ServerUnreachableError as closed:
-        if text := str(closed):
+    except ServerUnreachableError as error:
+        if text := str(error):
             text = redact_url(f"note: {text}; the command becomes a Ray job, which takes longer")
             print(text, file=sys.stderr, flush=True)
         return None
     with response:
         try:
             for line in response:
-                (((kind, value),)) = json.loads(line).items()
+                [(kind, value)] = json.loads(line).items()
                 if kind == "code":
                     return int(value)
                 if kind == "out":
@@ -98,7 +101,8 @@ def run_at_command_server(
 
 
 def _request(dashboard: str, text: str) -> HTTPResponse:
-    """The output of a command that was accepted. Raises ServerUnreachableError."""
+    """Sends a command to the command server, and returns the response with the command's output.
+    Raises ServerUnreachableError if the server does not accept the command."""
     parts = urlsplit(dashboard)
     if parts.scheme != "http" or parts.hostname is None:
         raise ServerUnreachableError("the cluster's command server does not speak HTTPS")
@@ -112,14 +116,14 @@ def _request(dashboard: str, text: str) -> HTTPResponse:
             ARGUMENTS_HEADER: text,
         }
         connection.request("POST", "/command", headers=headers)
-        own_end = connection.sock  # the response takes it over
+        own_socket = connection.sock  # `getresponse` takes the socket away from the connection
         response = connection.getresponse()
         if response.status != HTTPStatus.OK:
             raise ServerUnreachableError(
                 f"the cluster's command server has refused: {response.reason}"
             )
-        own_end.settimeout(None)  # a job may print nothing for hours
-        own_end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        own_socket.settimeout(None)  # a job may print nothing for hours
+        own_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return response
     except (OSError, HTTPException) as error:
         where = f"{parts.hostname}:{port}"
@@ -129,7 +133,7 @@ def _request(dashboard: str, text: str) -> HTTPResponse:
 
 
 def _find(dashboard: str) -> tuple[int, str]:
-    """The command server's port and secret, from its file among the head's logs. Raises
+    """Returns the command server's port and secret, from its file among the head's logs. Raises
     ServerUnreachableError."""
     try:
         nodes = json.loads(_get(f"{dashboard}/api/v0/nodes"))["data"]["result"]["result"]

@@ -37,8 +37,8 @@ from rayzero.orchestrator.cluster.ray_api import (
 
 
 def await_lost_head(limit_s: float) -> None:
-    """Lets a connection that this process opens later wait so long for a head that is lost, unless
-    the user has set the time. Ray would end the process."""
+    """Makes connections that this process opens later wait `limit_s` for a head that is lost,
+    unless the user has set the time. By default, Ray would end the process sooner."""
     if not ray.is_initialized():
         os.environ.setdefault(RECONNECT_VARIABLE, str(ceil(limit_s)))
 
@@ -47,9 +47,9 @@ def await_lost_head(limit_s: float) -> None:
 def preserve_process_state() -> Iterator[None]:
     """Undoes side effects of `ray.init` inside the `with`.
 
-    - Its thread that prints the cluster's errors to stdout is stopped: the job reports its own.
-    - Its SIGTERM handler, which prints a stack and ends the process at once, is replaced by the
-      previous one. If there was none, SIGTERM raises SystemExit in the main thread, so that
+    - Ray's thread that prints the cluster's errors to stdout is stopped: the job reports its own.
+    - Ray's SIGTERM handler, which prints a stack and ends the process at once, is replaced by the
+      previous handler. If there was none, SIGTERM raises SystemExit in the main thread, so that
       `finally` blocks and `atexit` handlers run.
     """
     is_main = threading.current_thread() is threading.main_thread()
@@ -70,8 +70,9 @@ def _exit_on_sigterm(number: int, frame: FrameType | None) -> None:
 
 @dataclass(frozen=True)
 class ClusterConnection:
-    """A connection to Ray. It is `owned` if `connect` opened it; then `close` closes it. The
-    cluster `can_grow` if nodes may join it, which they may not if it is a `local` one."""
+    """A connection to Ray. It is `owned` if `connect` has opened it; then `close` closes it. The
+    cluster `can_grow` if nodes may join it. `local` is the cluster that this process has started,
+    if it has; no node may join such a cluster."""
 
     owned: bool
     can_grow: bool
@@ -79,7 +80,7 @@ class ClusterConnection:
 
     @property
     def is_local(self) -> bool:
-        """Whether this process started the cluster, which then ends with it."""
+        """Whether this process started the cluster. The cluster then ends with this process."""
         return self.local is not None
 
     def close(self) -> None:
@@ -91,10 +92,14 @@ class ClusterConnection:
 
 
 def connect(address: str | None, local: LocalCluster | None = None) -> ClusterConnection:
-    """Connects to the cluster at `address` or RAY_ADDRESS; without either starts a local cluster:
-    `local`, which it takes over, or one without a fork server. In a process that is connected to
-    Ray already it returns that connection. Raises ConfigError if there is no cluster at that
-    address; JobFailedError if a local one could not be started."""
+    """Connects to the cluster at `address` or RAY_ADDRESS; without either, starts a local cluster.
+    If this process is connected to Ray already, returns that connection. Raises ConfigError if
+    there is no cluster at that address; JobFailedError if a local one could not be started.
+
+    Args:
+        local: the local cluster to start, which the connection then owns; by default a new one
+            without a fork server.
+    """
     if ray.is_initialized():
         _check_connected_to(address)
         return ClusterConnection(owned=False, can_grow=True)
@@ -117,9 +122,9 @@ def connect(address: str | None, local: LocalCluster | None = None) -> ClusterCo
 
 
 def find_clusters(address: str | None) -> list[str]:
-    """The address of the cluster at `address` or RAY_ADDRESS; without either, of every cluster
-    whose head node runs on this machine. In a process that is connected to Ray: `auto`. Raises
-    ConfigError if there is none."""
+    """Returns `address` or RAY_ADDRESS; without either, the addresses of all clusters whose head
+    node runs on this machine. In a process that is connected to Ray, returns `auto`. Raises
+    ConfigError if there is no cluster."""
     if ray.is_initialized():
         _check_connected_to(address)
         return ["auto"]
@@ -131,18 +136,21 @@ def find_clusters(address: str | None) -> list[str]:
         raise ConfigError(
             "no Ray cluster runs on this machine",
             allowed="the machine of the cluster's head node, or the cluster's address",
-            fix=f"--address or {ADDRESS_VARIABLE}: host:port of the head node",
+            fix=f"set --address or {ADDRESS_VARIABLE} to host:port of the head node",
         )
     return sorted(addresses)
 
 
 def connect_each(address: str | None) -> Iterator[ClusterConnection]:
-    """Connects to each of `find_clusters` in turn. Raises ConfigError if there is no cluster, or
-    the named one cannot be connected to; AuthRefusedError if all of them rejected the token.
+    """Connects to each cluster of `find_clusters` in turn.
 
-    A connection is closed when the next one is requested; the last one is the caller's to close if
-    it stops early. Clusters that were not named and cannot be connected to are skipped, unless
-    there is only one.
+    A connection is closed when the next one is requested. A caller that stops early closes the last
+    connection itself. A cluster to which this process cannot connect is skipped, unless it was
+    named or is the only one.
+
+    Raises:
+        ConfigError: there is no cluster, or the named or only one cannot be reached.
+        AuthRefusedError: no cluster could be reached, and one at least rejected the token.
     """
     addresses = find_clusters(address)
     is_named = not ray.is_initialized() and head_address(address).is_named
@@ -163,19 +171,19 @@ def connect_each(address: str | None) -> Iterator[ClusterConnection]:
 
 
 def check_reachable(named: Address) -> None:
-    """Checks that a head node listens at host:port and accepts the token. `ray.init` would retry
-    for minutes without a way to interrupt it. Other addresses, such as `auto`, are not checked.
-    Raises NothingListensError; ConfigError for another server; AuthRefusedError if the token is
-    rejected."""
+    """Checks that a head node listens at host:port and accepts the token, because `ray.init` would
+    retry for minutes without a way to interrupt it. Other addresses, such as `auto`, are not
+    checked. Raises NothingListensError; ConfigError for another server; AuthRefusedError if the
+    token is rejected."""
     deadline = check_listens(named)
     if named.is_named and not check_auth(named.text, deadline.left_s):
         raise other_grpc_error(named, deadline)
 
 
 def _only_local_head() -> str:
-    """Returns the address that `auto` stands for. Of several clusters, the one of RAY_ADDRESS, if
-    that is one of them; if none can be seen from here, `auto`, for Ray to look in its files. Raises
-    ConfigError if it could be any of several."""
+    """Returns the address that `auto` stands for: RAY_ADDRESS if it names one of this machine's
+    clusters, or else the only cluster. If this process sees none, returns `auto`, because Ray also
+    looks in its files. Raises ConfigError if there are several."""
     addresses = sorted(local_head_addresses())
     if os.environ.get(ADDRESS_VARIABLE) in addresses:
         return os.environ[ADDRESS_VARIABLE]
@@ -183,7 +191,7 @@ def _only_local_head() -> str:
 
 
 def only_cluster(addresses: Sequence[str]) -> str:
-    """The one of these. Raises ConfigError if there are several."""
+    """Returns the only address of a list. Raises ConfigError if there are several."""
     if len(addresses) != 1:
         raise ConfigError(
             f"{len(addresses)} Ray clusters run on this machine: {', '.join(addresses)}",
@@ -208,7 +216,8 @@ def _check_connected_to(address: str | None) -> None:
 
 
 def _is_same_server(first: str, second: str) -> bool:
-    """Whether two host:port name one server: the same port of the same host, or of this one."""
+    """Returns whether two addresses host:port name the same server: the same port of the same host,
+    or of two hosts that are both this machine."""
     matches = [HOST_PORT.fullmatch(text) for text in (first, second)]
     if None in matches:
         return first == second
@@ -224,7 +233,7 @@ def _ips(host: str) -> set[str]:
 
 
 def _are_own(ips: set[str]) -> bool:
-    """Whether one of them is an address of this machine."""
+    """Returns whether one of the addresses belongs to this machine."""
     for ip in ips:
         family = socket.AF_INET6 if ":" in ip else socket.AF_INET
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as own:
@@ -234,11 +243,13 @@ def _are_own(ips: set[str]) -> bool:
 
 
 def _version_mismatch_error(named: Address, error: Exception) -> ConfigError | None:
-    """None if the error is not Ray's refusal of other versions of Ray or Python."""
+    """Returns the error to raise if Ray has refused other versions of Ray or Python. Returns None
+    for any other error of Ray's."""
     versions = re.findall(r"^ *(Ray|Python): (\S+)", str(error), re.MULTILINE)
     if [name for name, _ in versions] != ["Ray", "Python"] * 2:
         return None
-    cluster, process = (" and ".join(map(" ".join, part)) for part in (versions[:2], versions[2:]))
+    cluster = " and ".join(f"{name} {version}" for name, version in versions[:2])
+    process = " and ".join(f"{name} {version}" for name, version in versions[2:])
     return ConfigError(
         f"the cluster at {named.shown} has {cluster}, and this process {process}",
         allowed="exactly the same versions",

@@ -1,4 +1,4 @@
-"""Calls that only the cluster's head answers, off the event loop."""
+"""Makes calls to the cluster's head in a thread, so that they do not block the event loop."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ Ts = TypeVarTuple("Ts")
 
 
 class HeadCalls:
-    """Makes calls one after the other in the thread `rayzero-head`: while the head is away they
-    wait for it, and neither the event loop nor what runs in other threads waits with them. The
-    thread ends with this object, once a call that it makes is answered.
+    """Makes calls one after the other in the thread `rayzero-head`. While the head is away only
+    this thread waits for it, not the event loop or other threads. Once this object is deleted, the
+    thread ends after its current call.
     """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "rayzero-head")
 
     async def __call__(self, call: Callable[[*Ts], T], *args: *Ts) -> T:
-        """The answer. May be cancelled; a call that is being made is then completed, and its answer
-        is dropped."""
+        """Makes a call, and returns its result. If this is cancelled while the call is being made,
+        the call is completed and its result dropped."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, _answer, call, *args)
 
     def post(self, call: Callable[[*Ts], object], *args: *Ts) -> None:
-        """Makes a call after those before it, without waiting for it. Errors are ignored."""
+        """Makes a call after all earlier ones, without waiting for it. Ignores errors."""
         self._thread.submit(partial(_answer, call, *args))
 
     async def settle(self, limit_s: float) -> None:
-        """Waits until all calls so far are answered, or the limit."""
+        """Waits until all calls so far are answered, for at most `limit_s`."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self(bool), limit_s)
 
 
 def _answer(call: Callable[[*Ts], T], *args: *Ts) -> T:
-    """Repeats a call that Ray gives up, as some after 60 s without a head. The head may have
-    received it, so one that makes something must find what a previous attempt has made."""
+    """Makes a call, and repeats it if Ray gives up, as it does for some calls after 60 s without a
+    head. The head may have received the call. So a call that creates something must find what an
+    earlier attempt has created."""
     while True:
         with suppress(GetTimeoutError):
             return call(*args)

@@ -1,8 +1,8 @@
-"""Run `rayzero` commands in a cluster that this machine is not part of, through Ray's job API, with
-the code of a folder but not its results.
+"""Runs `rayzero` commands through Ray's job API, in a cluster that this machine is not part of. The
+code of a folder is uploaded, but not its results.
 
-On top of what Ray leaves out of an upload (`.git`, `.venv`, and what .gitignore and .rayignore
-name), we leave out virtual environments of any name, jobs' checkpoints, and files that are too
+Ray leaves `.git`, `.venv` and the files that .gitignore and .rayignore name out of an upload. This
+module also leaves out virtual environments of any name, jobs' checkpoints, and files that are too
 large to be code.
 """
 
@@ -31,11 +31,11 @@ from rayzero.orchestrator.journal.files import EVENTS_FILE, STATE_FILE
 
 _RAY_LINE = re.compile(r"\d{4}-\d\d-\d\d \S+\s+\w+ job_manager\.py|Running entrypoint for job ")
 _RAY_LOGGERS = {
-    "ray.dashboard.modules.job.sdk": logging.WARNING,  # the end of each connection
-    "ray.dashboard.modules.dashboard_sdk": logging.WARNING,  # each upload
-    "ray._private.runtime_env": logging.ERROR,  # what Ray leaves out of an upload
+    "ray.dashboard.modules.job.sdk": logging.WARNING,  # hides the end of each connection
+    "ray.dashboard.modules.dashboard_sdk": logging.WARNING,  # hides each upload
+    "ray._private.runtime_env": logging.ERROR,  # hides what Ray leaves out of an upload
 }
-"""Loggers of Ray's client, and what of theirs users see."""
+"""Loggers of Ray's client, with the lowest level that users see."""
 _TOO_LARGE = re.compile(r"status code 413|body size|exceeds the maximum size")
 _CLIENT_ERRORS = (ConnectionError, RuntimeError, ValueError, OSError, RayError)
 LIMIT_VARIABLE = "RAYZERO_UPLOAD_MAX_FILE_BYTES"
@@ -49,8 +49,8 @@ class Upload:
     """The files of `folder` that are uploaded.
 
     Attributes:
-        sizes: in bytes, of each file that is uploaded, by its path in the folder.
-        left_out: why, by path; a folder stands for all that it contains.
+        sizes: size in bytes of each file that is uploaded, by its path in the folder.
+        left_out: why a path is not uploaded, by path. A folder stands for all that it contains.
     """
 
     folder: Path
@@ -59,12 +59,12 @@ class Upload:
 
     @property
     def runtime_env(self) -> dict[str, object]:
-        """Ray's: patterns of .gitignore, each for one path."""
+        """Ray's runtime environment with these files. It excludes paths by .gitignore patterns."""
         patterns = ["/" + _SPECIAL.sub(r"\\\1", path) for path in self.left_out]
         return {"working_dir": str(self.folder), "excludes": patterns}
 
     def describe(self) -> list[str]:
-        """A line for each reason to leave something out, with the first paths."""
+        """Returns a line for each reason to leave something out, with the first paths."""
         paths_by_reason: dict[str, list[str]] = {}
         for path, why in self.left_out.items():
             paths_by_reason.setdefault(why, []).append(path)
@@ -75,7 +75,7 @@ class Upload:
         ]
 
     def too_large_error(self, address: str) -> ConfigError:
-        """The error for a cluster that has rejected the size of the upload."""
+        """Returns the error for a cluster that has rejected the size of the upload."""
         largest = sorted(self.sizes, key=lambda path: -self.sizes[path])[:_SHOWN]
         listed = ", ".join(f"{path} ({_megabytes(self.sizes[path])})" for path in largest)
         return ConfigError(
@@ -89,8 +89,8 @@ class Upload:
 
 
 def select_upload(folder: Path) -> Upload:
-    """Walks through the folder. Raises ConfigError if the variable that sets the largest file is
-    not a number."""
+    """Decides which files of a folder are uploaded. Raises ConfigError if the environment variable
+    that limits the size of a file is not a number."""
     folder, limit_bytes = folder.resolve(), _max_file_bytes()
     sizes: dict[str, int] = {}
     left_out: dict[str, str] = {}
@@ -110,7 +110,7 @@ def select_upload(folder: Path) -> Upload:
 
 
 def _why_left_out(path: Path, limit_bytes: int) -> str:
-    """Empty if it is uploaded."""
+    """Returns why a path is not uploaded; an empty string if it is uploaded."""
     if path.is_dir():
         if (path / "pyvenv.cfg").is_file():
             return "a virtual environment"
@@ -157,9 +157,9 @@ class RemoteJobClient:
             raise self._rejected_error(error, ConfigError) from None
 
     def submit(self, arguments: Sequence[str], upload: Upload | None) -> str:
-        """Starts `rayzero ARGUMENTS` in the cluster, with `upload` as its working directory; the
-        id of the Ray job. Raises ConfigError if the cluster rejects it, or an argument contains a
-        secret."""
+        """Starts `rayzero ARGUMENTS` in the cluster, with `upload` as its working directory.
+        Returns the id of the Ray job. Raises ConfigError if the cluster rejects the request, or an
+        argument contains a secret."""
         _refuse_secrets(arguments)
         command = shlex.join(["python3", "-m", "rayzero", *arguments])
         env: dict[str, object] = {"env_vars": {CLIENT_ADDRESS_VARIABLE: redact_url(self._address)}}
@@ -172,7 +172,7 @@ class RemoteJobClient:
             raise self._rejected_error(error, ConfigError) from None
 
     def follow(self, job: str, show_line: Callable[[str], object]) -> int:
-        """Shows each line of the command's output until it ends; its exit code."""
+        """Shows each line of the command's output until it ends. Returns the exit code."""
         try:
             asyncio.run(self._tail(job, show_line))
             info = self._client.get_job_info(job)
@@ -183,13 +183,13 @@ class RemoteJobClient:
         return 0 if info.status == "SUCCEEDED" else 1
 
     def stop(self, job: str) -> None:
-        """Stops the command if it still runs; errors are ignored, and it is not tried again."""
+        """Stops the command if it still runs. Tries only once, and ignores errors."""
         with suppress(*_CLIENT_ERRORS):
             self._client.stop_job(job)
 
     async def _tail(self, job: str, show_line: Callable[[str], object]) -> None:
-        """Without the lines that Ray prints before the command's output, so that `--json` stays
-        JSON."""
+        """Shows the command's output without the lines that Ray prints before it, so that the
+        output of `--json` is only JSON."""
         incomplete, in_preamble = "", True
         async for text in self._client.tail_job_logs(job):
             *lines, incomplete = (incomplete + text).split("\n")
@@ -205,13 +205,14 @@ class RemoteJobClient:
         return kind(
             redact_url(f"the cluster at {self._address} rejected the request: {text}"),
             allowed="the address of a Ray dashboard, such as http://HOST:8265",
-            fix="--address; for a cluster with token authentication also RAY_AUTH_MODE and "
+            fix="check --address; for a cluster with token authentication set RAY_AUTH_MODE and "
             "RAY_AUTH_TOKEN_PATH",
         )
 
 
 def _refuse_secrets(arguments: Sequence[str]) -> None:
-    """Ray shows a job's command line to everybody with access to its dashboard."""
+    """Raises ConfigError if an argument contains a secret, because Ray shows a job's command line
+    to everybody with access to its dashboard."""
     for word in arguments:
         key, _, value = word.partition("=")
         has_secret_key = bool(value) and is_secret_key(key.rpartition(".")[2])

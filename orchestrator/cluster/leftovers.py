@@ -29,8 +29,9 @@ class Inherited:
     """The actors and placement groups that earlier processes of a job have left.
 
     Args:
-        vaults: those of earlier runs, too.
-        workers: the roles', too.
+        vaults: vaults of all runs.
+        workers: workers of all runs, including workers of roles.
+        groups: the workers' placement groups.
     """
 
     vaults: tuple[Owned, ...]
@@ -39,17 +40,18 @@ class Inherited:
 
     @property
     def first_index(self) -> int:
-        """The index of the next worker: no earlier one has its name."""
+        """The index of the next worker. No earlier worker has this or a greater one in its name."""
         return 1 + max(_by_index(self.workers), default=-1)
 
     async def end_vaults(self, but_run: str) -> tuple[Owned, ...]:
-        """Ends the vaults but those of a run, which it returns; all if that is empty."""
+        """Ends all vaults except those of the run `but_run`, which it returns. If `but_run` is
+        empty, ends all."""
         kept = tuple(vault for vault in self.vaults if vault.run == but_run)
         await _end(set(self.vaults) - {*kept})
         return kept
 
     async def end_workers(self) -> None:
-        """Ends the workers and the groups. Waits until the workers have ended."""
+        """Ends the workers and placement groups. Waits until the workers have ended."""
         actors = await asyncio.to_thread(_actors, _by_index(self.workers))
         await _end((*self.groups, *self.workers))
         await wait_gone(actor.describe for actor in actors.values())
@@ -57,12 +59,12 @@ class Inherited:
     async def find_living(
         self, run: str, limit_s: float, first_limit_s: float
     ) -> LivingWorkers | None:
-        """The workers of a run that train on, if there are some. The others, and those of other
-        runs, are ended.
+        """Returns the workers of a run that are alive, if the run can continue with them. Then all
+        other workers are ended.
 
         Args:
-            limit_s: how long the others may take to answer, once one has.
-            first_limit_s: how long the first one may take: if none answers, all are ended.
+            limit_s: how long the other workers may take to answer, once one has answered.
+            first_limit_s: how long the first answer may take.
         """
         own = _by_index(worker for worker in self.workers if worker.run == run)
         actors = await asyncio.to_thread(_actors, own)
@@ -75,17 +77,17 @@ class Inherited:
         groups = tuple(group for group in self.groups if group.run == run)
         living = {status.info.index for status in statuses}
         kept = {*groups, *(worker for index, worker in own.items() if index in living)}
-        await _end(it for it in (*self.groups, *self.workers) if it not in kept)
+        await _end(owned for owned in (*self.groups, *self.workers) if owned not in kept)
         return LivingWorkers(found, workers, groups)
 
 
 @dataclass(frozen=True)
 class LivingWorkers:
-    """The workers of a lost process that the next one continues with.
+    """The workers of a lost process with which the next process continues.
 
     Args:
-        workers: each with its actor.
-        groups: their placement groups, and those that wait for a worker.
+        workers: status and actor of each worker.
+        groups: the placement groups of these workers, and those that wait for a worker.
     """
 
     found: Attachment
@@ -93,41 +95,46 @@ class LivingWorkers:
     groups: tuple[Owned, ...]
 
     def hand_over(self, group: WorkerGroup) -> None:
-        """Has a group own its part of them."""
+        """Makes a group take over the workers of its role."""
         role = group.role
-        workers = [it for it in self.workers if it[0].role == role]
-        groups = [it.group for it in self.groups if role_of(it.what) == role]
+        workers = [(status, actor) for status, actor in self.workers if status.role == role]
+        groups = [owned.group for owned in self.groups if role_of(owned.what) == role]
         group.adopt(workers, groups)
 
     async def ask_again(self, limit_s: float) -> LivingWorkers:
-        """The same, once agents obey this process: a lost one that Ray could not reach may have
-        commanded workers since they were asked. What does not answer is as it was."""
+        """Returns the same workers with their status now. Called once agents obey this process: an
+        earlier process that Ray could not reach may have sent commands since `find_living`. A
+        worker that does not answer keeps its earlier status."""
         actors = {status.info.index: actor for status, actor in self.workers}
         roles = {status.info.index for status, _ in self.workers if status.role}
         answers, members = await _ask_all(actors, roles, limit_s, limit_s)
-        newest = {it.info.index: it for it in (*(status for status, _ in self.workers), *answers)}
+        newest = {status.info.index: status for status, _ in self.workers}
+        newest |= {status.info.index: status for status in answers}
         return replace(self, found=find_attachment([*newest.values()], members) or self.found)
 
 
 async def find_inherited(job: str) -> Inherited:
     """Finds what earlier processes of a job have left."""
     found = await asyncio.to_thread(find_owned, job)
-    groups = tuple(it for it in found if it.group)
-    actors = [it for it in found if not it.group]
-    vaults = tuple(it for it in actors if it.what.startswith(VAULT))
-    workers = tuple(it for it in actors if index_of(it.what) is not None)
+    groups = tuple(owned for owned in found if owned.group)
+    actors = [owned for owned in found if not owned.group]
+    vaults = tuple(owned for owned in actors if owned.what.startswith(VAULT))
+    workers = tuple(owned for owned in actors if index_of(owned.what) is not None)
     return Inherited(vaults, workers, groups)
 
 
 async def _ask_all(
     actors: Mapping[int, Any], roles: Collection[int], limit_s: float, first_limit_s: float
 ) -> tuple[list[WorkerStatus], tuple[WorkerInfo, ...]]:
-    """The workers that live, and the members of their newest generation, by rank; none if no
-    function has been called. Limits as of `find_living`. Once all members and workers of roles have
-    answered or ended, the others, some of which only start, have as long again.
+    """Returns the status of the workers that are alive, and the members of their newest generation
+    by rank. There are no members if no training function has been called.
+
+    Limits as of `find_living`. Other workers, such as spares, may still be starting. Once all
+    members and all workers of roles have answered or ended, the wait for the others is limited to
+    the time that has passed so far.
 
     Args:
-        roles: the indices of the workers of roles.
+        roles: indices of the workers of roles.
     """
     loop = asyncio.get_running_loop()
     began_s = loop.time()
@@ -150,11 +157,11 @@ async def _ask_all(
         while (newest := newest_member(statuses.values())) and newest.generation > generation:
             index = newest.info.index
             if (answer := await _within(limit_s, _ask(actors[index].members))) is None:
-                del statuses[index]  # it has ended meanwhile
+                del statuses[index]  # the worker has ended meanwhile
             else:
                 generation = newest.generation
                 members = answer
-        if members and not pending.keys() & {*roles, *(it.index for it in members)}:
+        if members and not pending.keys() & {*roles, *(member.index for member in members)}:
             until_s = min(until_s, 2 * loop.time() - began_s)
     for task in pending.values():
         task.cancel()
@@ -168,19 +175,19 @@ async def _within(limit_s: float, answer: Awaitable[Any]) -> Any:
 
 
 async def _ask(method: Any) -> Any:
-    """None if the actor's process has ended, or is not ready."""
+    """Calls a method of an actor. Returns None if the actor's process has ended or not started."""
     with suppress(RayError):
         while True:
             try:
                 return await method.remote()
-            except ActorUnavailableError:  # Ray does not know yet whether it lives
+            except ActorUnavailableError:  # Ray does not know yet whether it is alive
                 await asyncio.sleep(_ASK_PAUSE_S)
     return None
 
 
 async def _end(owned: Iterable[Owned]) -> None:
-    for it in owned:
-        await asyncio.to_thread(it.end)
+    for actor_or_group in owned:
+        await asyncio.to_thread(actor_or_group.end)
 
 
 def _by_index(workers: Iterable[Owned]) -> dict[int, Owned]:
@@ -189,9 +196,9 @@ def _by_index(workers: Iterable[Owned]) -> dict[int, Owned]:
 
 
 def _actors(workers: Mapping[int, Owned]) -> dict[int, Any]:
-    """By index."""
+    """Returns the actors of workers that have not ended, by index."""
     actors = {}
     for index, worker in workers.items():
-        with suppress(ValueError):  # it has ended
+        with suppress(ValueError):  # the worker has ended
             actors[index] = worker.actor()
     return actors

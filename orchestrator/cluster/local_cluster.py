@@ -1,7 +1,7 @@
-"""A Ray cluster on this machine for one job, with a process to fork its workers from that has
-imported torch and what else they need.
+"""A Ray cluster on this machine for one job. Its workers are forked from a process, the fork
+server, that has imported torch and everything else they need.
 
-Imports no Ray, whose import takes a second: the fork server starts before it.
+This module does not import Ray, whose import takes a second: the fork server starts before that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ sys.path.append(sys.argv[1])
 from rayzero.workers.fork_server import serve
 serve(int(sys.argv[2]), sys.argv[3:])
 """
-_PRELOADED = (  # by name: the orchestrator imports no torch
+_PRELOADED = (  # names, because the orchestrator does not import torch
     "rayzero.workers.worker",
     "rayzero.workers.vault.vault",
     "rayzero.workers.agent.node_agent",
@@ -41,20 +41,22 @@ _PRELOADED = (  # by name: the orchestrator imports no torch
     "rayzero.orchestrator.job.past_runs",
     *("google.protobuf.json_format", "jsonschema", "requests", "yaml"),  # Ray's own
 )
-"""What the processes of a job import, without Ray, which reads a worker's environment on import."""
+"""Modules that the fork server imports. Ray is not among them: it reads a worker's environment when
+it is imported."""
 _log = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 128 * 2**20  # only small objects go through it
 _STOP_TIMEOUT_S = 5.0
 _RAY_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-"""Of a local cluster, unless the user has set others: a token in the home folder would enable
-authentication."""
+"""Environment of a local cluster, unless the user has set other values. Without `disabled`, a token
+in the home folder would enable authentication."""
 
 
 class ForkServer:
     """Owns the process of `rayzero.workers.fork_server`, until `stop` or the end of this process.
 
     Args:
-        env: what the workers' environment has beyond this process's; read on import.
+        env: variables that are added to this process's environment for the workers. They are set
+            in the fork server, because some are read on import.
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:
@@ -65,20 +67,20 @@ class ForkServer:
             file = listener.fileno()
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _SERVER_CODE, _PACKAGE_FOLDER, str(file), *_PRELOADED],
-                stdin=subprocess.PIPE,  # its end is the server's
+                stdin=subprocess.PIPE,  # the server ends when this process closes the pipe
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[file],
                 env={**_RAY_SETTINGS, **os.environ, **env},
-                start_new_session=True,  # Ctrl-C is for this process
+                start_new_session=True,  # Ctrl-C must only reach this process
             )
 
     def pids(self) -> list[int]:
         return [self._process.pid] if self._process.poll() is None else []
 
     def stop(self) -> None:
-        """Idempotent."""
-        self._process.kill()  # it holds nothing
+        """Kills the server, which has nothing to write or to release. Idempotent."""
+        self._process.kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_TIMEOUT_S)
         if self._process.stdin is not None:
@@ -86,11 +88,11 @@ class ForkServer:
 
 
 class LocalCluster:
-    """Owns Ray's processes and the fork server, from here to `stop` or `kill`; without either they
-    end with this process. Ray itself can have one cluster in a process.
+    """Owns Ray's processes and the fork server until `stop` or `kill`, or the end of this process.
+    Ray supports only one cluster in a process.
 
     Args:
-        worker_env: of `ForkServer`; None: workers are started by Ray alone.
+        worker_env: `env` of the `ForkServer`; None to let Ray start workers without a fork server.
     """
 
     def __init__(self, worker_env: Mapping[str, str] | None) -> None:
@@ -131,11 +133,11 @@ class LocalCluster:
                 raise JobFailedError(
                     f"a Ray cluster could not be started on this machine: {seen}",
                     allowed="an idle core for some seconds, and free space in /tmp and /dev/shm",
-                    fix="`rayzero doctor` finds the cause; or use a running cluster: --address",
+                    fix="run `rayzero doctor` for the cause; or use a running cluster: --address",
                 ) from None
 
     def stop(self) -> None:
-        """An orderly end. Idempotent."""
+        """Ends Ray's processes in order, then the fork server. Idempotent."""
         if self._has_ray:
             from rayzero.orchestrator.cluster.ray_api import stop_ray
 
@@ -154,8 +156,8 @@ class LocalCluster:
 
 
 def kill_trees(roots: Iterable[int]) -> None:
-    """Kills processes and all that they have started. They are stopped first, so that none starts
-    another one meanwhile."""
+    """Kills processes and all their descendants. All are stopped (SIGSTOP) before the first is
+    killed, so that none can start another process meanwhile."""
     stopped: set[int] = set()
     while found := set(roots) - stopped:
         for pid in found:
@@ -172,7 +174,7 @@ def _children(parents: set[int]) -> set[int]:
     children = set()
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the process has ended
                 stat = Path(entry.path, "stat").read_text()
                 if int(stat.rpartition(")")[2].split()[1]) in parents:
                     children.add(int(entry.name))

@@ -1,7 +1,8 @@
-"""The controller's end of the stream of each node: commands down, replies and events up.
+"""The controller's end of each node's stream: commands to the agent, replies and events from it.
 
-A stream outlives its connections: what was not acknowledged is sent again over the next one. It
-ends when the agent's process has, as its closed port shows, or the caller knows.
+A stream outlives its connections: frames that were not acknowledged are sent again over the next
+connection. The stream ends when the agent's process has ended, which its closed port shows, or when
+`NodeLink.end` is called.
 """
 
 from __future__ import annotations
@@ -32,64 +33,64 @@ from rayzero.workers.messages import WorkerMessage
 from rayzero.workers.step_rows import ReceivedMessage
 
 SILENT_S = 3.0
-"""A connection over which no frame has come for so long, which is three beats, or that takes as
-long to be made, is made anew, which loses nothing; after twice as long each time."""
+"""A connection is replaced, which loses nothing, if making it takes longer than this, or no frame
+arrives for this long (three beats). The second limit doubles each time it is exceeded."""
 RETRY_S = 0.2
 """Pause before a connection is made again."""
 TICK_S = 0.5
-"""How long acknowledgements of small frames are collected. A worker keeps what is not acknowledged,
-and waits with more after 64 frames. And the precision of silences."""
+"""How long acknowledgements of small frames are collected (a worker keeps frames until they are
+acknowledged, and sends none after 64 of them), and the precision of `Silence`."""
 READ_SLICE_S = 0.0003
 """How long messages are read, or acknowledged, before other tasks get a turn."""
 _LARGE_BYTES = 64 * 1024
 _MAX_EARLY_FRAMES = 256
 CAUSE_WAIT_S = 1.0
-"""How long the caller may take to find the cause of a process's end, once its port is closed."""
+"""How long the stream's owner may take to end it with the cause, after the port has closed."""
 
 
 MailReceiver: TypeAlias = Callable[[int, list[ReceivedMessage]], None]
-"""Called with a worker's index and messages. A `NodeRecord` is of several workers with the same
-receiver, and comes as a message of the first one."""
+"""Called with a worker's index and messages. A `NodeRecord`, which has messages of several workers
+with the same receiver, is passed as a message of the first of them."""
 
 
 class WorkerMail:
-    """Passes the messages of the workers of all nodes to those that subscribe to them. A worker's
-    come once each: an agent's successor may send again what the agent has sent."""
+    """Passes the messages of the workers of all nodes to their subscribers, each message once: a
+    new agent of a node may send again what the previous one has sent."""
 
     def __init__(self) -> None:
         self.timer = LinkTimer()
-        """Of the streams of all nodes."""
-        self._numbers: dict[int, int] = {}  # of the newest frame, by worker
+        """Timer of the streams of all nodes."""
+        self._numbers: dict[int, int] = {}  # the number of each worker's newest frame
         self._subscribers: dict[int, MailReceiver | None] = {}
-        self._early: dict[int, deque[bytes]] = {}
+        self._early: dict[int, deque[bytes]] = {}  # messages received before `subscribe`
         self._unread: dict[object, list[bytes]] = {}  # batches, by the stream they came over
         self.on_answer: Callable[[Sequence[int], bytes], None] = lambda workers, payload: None
-        """Called with workers and their answer to a command; one that is sent again comes again."""
+        """Called with workers and their answer to a command. An answer may come more than once."""
 
     def has_heard(self, worker: int) -> bool:
-        """Whether a message of the worker has come, so that its agent sees it end."""
+        """Returns whether a message of the worker has arrived. If so, its agent reports its end."""
         return worker in self._numbers
 
     def subscribe(self, worker: int, receive: MailReceiver) -> None:
-        """Calls `receive` with the index and each list of messages, those that came before
-        included."""
+        """Calls `receive` with the worker's index and each list of its messages, including messages
+        that arrived before."""
         self._subscribers[worker] = receive
         for payload in self._early.pop(worker, ()):
             receive(worker, pickle.loads(payload))
 
     def unsubscribe(self, worker: int) -> None:
-        """Drops what comes from now on."""
+        """Drops the worker's messages from now on."""
         self._subscribers[worker] = None
 
     def put(self, stream: object, batch: bytes) -> None:
-        """Reads a batch soon: those of all nodes come together, and a death must not wait for
-        them."""
+        """Reads a batch later, in a slice of the event loop's time. The batches of all nodes arrive
+        together, and a worker's death must not wait until all are read."""
         if not self._unread:
             asyncio.get_running_loop().call_soon(self._read_slice)
         self._unread.setdefault(stream, []).append(batch)
 
     def read(self, stream: object) -> None:
-        """Reads now what has come over a stream."""
+        """Reads all batches that have arrived over a stream at once."""
         for batch in self._unread.pop(stream, ()):
             self.deliver(pickle.loads(batch))
 
@@ -101,12 +102,17 @@ class WorkerMail:
             asyncio.get_running_loop().call_soon(self._read_slice)
 
     def deliver(self, batch: NodeBatch) -> None:
+        """Passes on the messages in a batch that were not received before."""
         known = self._numbers
-        new = [it for it in batch.combined if it[1] > known.get(it[0], 0)]
-        known |= new  # those of each worker are in order
+        new = [
+            (worker, number) for worker, number in batch.combined if number > known.get(worker, 0)
+        ]
+        known |= new  # a worker's numbers are in order, so the last one is the greatest
+        all_new = len(new) == len(batch.combined)
         for record, numbers in batch.records:
-            receive, *others = {*map(self._subscribers.get, record.workers)}
-            if receive is not None and not others and len(new) == len(batch.combined):
+            receivers = {self._subscribers.get(worker) for worker in record.workers}
+            receive = receivers.pop()
+            if receive is not None and not receivers and all_new:  # one receiver gets the record
                 receive(record.workers[0], [record])
                 continue
             messages: Sequence[WorkerMessage] = record.messages
@@ -130,9 +136,9 @@ class WorkerMail:
 
 
 class LinkTimer:
-    """Calls `on_tick` of the streams of all nodes about every `TICK_S`: a timer for each costs more
-    than what it does. However long the event loop was busy, it is one tick: what came meanwhile is
-    read before the next."""
+    """Calls `on_tick` of the streams of all nodes about every `TICK_S`. A timer for each stream
+    would cost more than the call. However long the event loop was busy, that counts as one tick:
+    frames that arrived meanwhile are read before the next tick."""
 
     def __init__(self) -> None:
         self._links: dict[NodeLink, None] = {}
@@ -150,7 +156,11 @@ class LinkTimer:
             self._timer = None
 
     def _tick(self, links: list[NodeLink]) -> None:
-        """A slice of a turn through all streams."""
+        """Calls `on_tick` of some streams, for at most `READ_SLICE_S`.
+
+        Args:
+            links: the streams that remain of this tick; an empty list begins a new tick.
+        """
         links = links or [*self._links]
         until_s = time.monotonic() + READ_SLICE_S
         while links and time.monotonic() < until_s:
@@ -161,10 +171,10 @@ class LinkTimer:
 
 
 class Silence:
-    """Counts ticks without a sign of life.
+    """Measures how long there was no sign of life, in ticks.
 
     Args:
-        limit_s: how long it may last.
+        limit_s: how long a silence may last.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -176,7 +186,7 @@ class Silence:
         return self._ticks * TICK_S > self.limit_s
 
     def end(self) -> None:
-        """A sign of life has come."""
+        """Ends the silence: there was a sign of life."""
         self._ticks = 0
 
     def on_tick(self) -> None:
@@ -185,11 +195,12 @@ class Silence:
 
 class NodeLink:
     """The stream of one agent, from construction until `end`. Used from one event loop, in which
-    it owns a task.
+    the object owns a task.
 
     Args:
         mail: gets the messages of the node's workers.
-        on_news: called with what `events` returns later; with nothing when a connection has ended.
+        on_news: called with new events, before `events` returns them; with an empty list when a
+            connection has ended.
     """
 
     def __init__(
@@ -201,19 +212,17 @@ class NodeLink:
     ) -> None:
         self._mail = mail
         self._on_news = on_news
-        self._silence = Silence(SILENT_S)
-        """Of the connection."""
-        self._unserved = Silence(SILENT_S)
-        """Of the agent about its node."""
-        self._receiver: FrameReceiver | None = None  # of the connection
+        self._silence = Silence(SILENT_S)  # no frame has arrived over the connection
+        self._unserved = Silence(SILENT_S)  # the agent has not shown that it serves its node
+        self._receiver: FrameReceiver | None = None  # receives the connection's frames
         self._address = address
         self._attach = attach
         self._link = Link()
         self._numbers = count(1)
         self._replies: dict[int, asyncio.Future[Any]] = {}
-        self._events: list[Any] = []  # since the last `events`
+        self._events: list[Any] = []  # received since the last call of `events`
         self.hello: Hello | None = None
-        """The agent's, once it obeys."""
+        """The agent's `Hello`, once it obeys this controller."""
         self._error: Exception | None = None
         self._changed = ChangeNotifier()
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -221,11 +230,11 @@ class NodeLink:
 
     @property
     def is_connected(self) -> bool:
-        """Whether it has a connection now."""
+        """Whether the stream has a connection now."""
         return self._link.is_open
 
     async def attached(self) -> None:
-        """Waits until the agent obeys. Raises as `call`."""
+        """Waits until the agent obeys this controller. Raises as `call`."""
         await self._changed.wait_until(lambda: bool(self.hello or self._error))
         if self._error is not None:
             raise self._error
@@ -235,7 +244,7 @@ class NodeLink:
         await self._changed.wait_until(lambda: isinstance(self._error, JobFailedError))
 
     async def call(self, method: str, *args: Any) -> Any:
-        """The result of one of the agent's methods; raises what it raises.
+        """Calls one of the agent's methods. Returns its result, or raises its error.
 
         Raises:
             VaultLostError: the stream has ended.
@@ -252,14 +261,14 @@ class NodeLink:
             del self._replies[number]
 
     def command(self, command: NodeCommand) -> None:
-        """Sends a command to workers of the node, whose messages have their answers."""
+        """Sends a command to workers of the node. `WorkerMail.on_answer` gets their answers."""
         self._link.send(FrameKind.COMMAND, pickle.dumps(command, pickle.HIGHEST_PROTOCOL))
 
     async def events(self, limit_s: float) -> list[Any]:
-        """The events since the last call; waits until there are some.
+        """Returns the events since the last call. Waits until there are some.
 
         Raises as `call`, and:
-            TimeoutError: for so long, nothing has shown that the agent serves its node.
+            TimeoutError: for `limit_s`, nothing has shown that the agent serves its node.
         """
         unserved = self._unserved
         unserved.limit_s = limit_s
@@ -274,14 +283,14 @@ class NodeLink:
         raise TimeoutError(f"its process did not respond for {limit_s:g} s")
 
     def on_tick(self) -> None:
-        """Sends the acknowledgement that is due, and counts silences."""
+        """Sends the acknowledgement that is due, and measures silences."""
         self._link.acknowledge()
         self._unserved.on_tick()
         if self._unserved.is_over_limit:
             self._changed.notify()
         self._silence.on_tick()
         if self._receiver is not None and self._silence.is_over_limit:
-            self._silence.limit_s *= 2  # a long frame over a slow network takes long each time
+            self._silence.limit_s *= 2  # a long frame over a slow network always takes long
             self._receiver.connection_lost(None)
 
     def end(self, error: Exception) -> None:
@@ -300,7 +309,7 @@ class NodeLink:
         while self._error is None:
             try:
                 await self._serve_connection()
-            except ConnectionRefusedError:  # nobody listens there any more
+            except ConnectionRefusedError:  # the agent's port is closed
                 await asyncio.sleep(CAUSE_WAIT_S)
                 self.end(VaultLostError("its process has ended"))
             except (OSError, EOFError, TimeoutError):
@@ -310,7 +319,8 @@ class NodeLink:
                 self._on_news([])
 
     async def _serve_connection(self) -> None:
-        """Connects, and receives until the connection's end, which it raises."""
+        """Connects, and receives frames. Raises OSError, EOFError or TimeoutError at the end of the
+        connection."""
         async with asyncio.timeout(SILENT_S):
             address = self._address
             _, writer = await connect(address.host, address.port, address.secret)
@@ -334,7 +344,7 @@ class NodeLink:
             writer.transport.abort()
 
     def _begin(self, hello: Frame, write: Callable[[bytes], object]) -> None:
-        """The agent has answered to `Attach`."""
+        """Handles the agent's answer to `Attach`."""
         if hello.kind is FrameKind.FENCED:
             self.end(taken_over_error(pickle.loads(hello.payload)))
             return
@@ -346,7 +356,7 @@ class NodeLink:
     def _receive(self, frame: Frame) -> None:
         if not self._link.accept(frame):
             return
-        if frame.number:  # a long one, that has to be sent again, would be the first
+        if frame.number:  # so no long frame is due again, which would have been sent first
             self._silence.limit_s = SILENT_S
         match frame.kind:
             case FrameKind.REPLY:
@@ -356,9 +366,9 @@ class NodeLink:
                 self._mail.put(self, frame.payload)
             case FrameKind.EVENTS:
                 self._unserved.end()
-                self._mail.read(self)  # what a worker has sent comes before its end
+                self._mail.read(self)  # a worker's messages come before the event of its end
                 events = pickle.loads(frame.payload)
-                if isinstance(events, Exception):  # that ended the agent's service
+                if isinstance(events, Exception):  # it has ended the agent's service
                     self.end(VaultLostError(str(events)))
                     return
                 self._on_news(events)
@@ -371,7 +381,7 @@ class NodeLink:
 
     def _resolve(self, number: int, error: Exception | None, result: Any) -> None:
         reply = self._replies.get(number)
-        if reply is None or reply.done():  # its caller has given up
+        if reply is None or reply.done():  # the caller has given up
             return
         if error is not None:
             reply.set_exception(error)
@@ -380,7 +390,7 @@ class NodeLink:
 
 
 def taken_over_error(epoch: int) -> JobFailedError:
-    """The error of a controller whose agents obey its successor."""
+    """Returns the error of a controller whose agents obey a later one."""
     return JobFailedError(
         f"another controller of this job has taken over (epoch {epoch})",
         allowed="one controller at a time",

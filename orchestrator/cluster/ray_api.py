@@ -1,8 +1,8 @@
 """Ray calls without a public API or with rough edges: auth check, node tables, actor deaths.
 
-All uses of Ray's private modules by the orchestrator are here; `test_ray_api.py` names each of
-them, so that it fails by name when an upgrade of Ray removes one. Functions that query the cluster
-block for some milliseconds.
+The orchestrator uses Ray's private modules only here. `test_ray_api.py` names each private function
+and attribute, so that a test fails with that name if an upgrade of Ray removes one. Functions that
+query the cluster block for some milliseconds.
 """
 
 from __future__ import annotations
@@ -43,33 +43,34 @@ T = TypeVar("T")
 ACTOR_LOST = (RayActorError, ActorUnschedulableError, ActorPlacementGroupRemoved)
 """Raised by a call of an actor whose process or node is lost or unreachable."""
 
-_HEAD_RESOURCE = "node:__internal_head__"  # a resource that Ray gives the head's node alone
+_HEAD_RESOURCE = "node:__internal_head__"  # Ray gives only the head node this resource
 ON_HEAD = {_HEAD_RESOURCE: 0.001}
-"""The resources of a detached actor on the head's node. One placed by the node's id could not start
-again on a head that comes back: its node has another id."""
+"""The resources of a detached actor on the head node. An actor that is placed by the node's id
+could not start again when the head comes back, because the new node has another id."""
 CONTROLLER_RESOURCE = "rayzero_controller"
-"""A custom resource of the nodes that are there for the processes of jobs."""
+"""A custom resource of nodes that are reserved for the processes of jobs."""
 _LOOPBACK = "127.0.0.1"
 _CONNECT_RETRIES = {
     "raylet_client_connect_timeout_milliseconds": 20,
     "raylet_client_num_connect_attempts": 500,
 }
-"""By default every second: the raylet's first try, of its own object store, often is too early."""
+"""Retries every 20 ms instead of every second: the raylet's first attempt to connect to its own
+object store is often too early."""
 GONE_TIMEOUT_S = 3.0
 _PING_INTERVAL_S = 0.05
 _EXIT_DETAIL = re.compile(r"Worker exit detail: (.*?)(?: Some common causes include|$)")
 
 
 def local_head_addresses() -> set[str]:
-    """Addresses of the clusters whose head node runs on this machine."""
+    """Returns the addresses of the clusters whose head node runs on this machine."""
     addresses: set[str] = services.find_gcs_addresses()  # type: ignore[no-untyped-call]
     return addresses
 
 
 class _BareHead(ray_node.Node):
-    """A head node on the loopback interface, without what no job on one machine needs: the
-    autoscaler's monitor, which also takes a second to end, the log monitor, the dashboard. Its
-    workers are forked if the fork server's script `prepares` them."""
+    """A head node on the loopback interface, without processes that a job on one machine does not
+    need: the log monitor, the dashboard, and the autoscaler's monitor, which also takes a second to
+    end. With a fork server, `prepares` is the path of the script that forks workers."""
 
     newest: _BareHead | None = None
     prepares: str | None = None
@@ -86,10 +87,11 @@ class _BareHead(ray_node.Node):
 
 
 def start_head(object_store_bytes: int, *, forks: bool) -> None:
-    """`ray.init` of a cluster on this machine alone. Raises Exception itself, as Ray does.
+    """Calls `ray.init` for a cluster on this machine alone. May raise a plain Exception, as Ray
+    does.
 
     Args:
-        forks: whether this process's environment has the address of a fork server.
+        forks: this process's environment has the address of a fork server.
     """
     _BareHead.prepares = SETUP_SCRIPT if forks else None
     original = ray_node.Node
@@ -108,11 +110,12 @@ def start_head(object_store_bytes: int, *, forks: bool) -> None:
 
 
 def join_cluster(address: str) -> None:
-    """`ray.init` of a running cluster: this one, also if it is `auto` and RAY_ADDRESS is set.
-    Raises ConnectionError, ValueError, RuntimeError."""
+    """Calls `ray.init` for the running cluster at `address`, even if that is `auto` and RAY_ADDRESS
+    is set. Raises ConnectionError, ValueError, RuntimeError."""
     is_loopback = address.startswith(f"{_LOOPBACK}:") and address in local_head_addresses()
     resolve = services.resolve_ip_for_localhost
-    if is_loopback:  # Ray would replace it by an address on which `start_head`'s does not listen
+    # Ray would replace the address by one on which a head of `start_head` does not listen.
+    if is_loopback:
         services.resolve_ip_for_localhost = lambda host: host
     try:
         with only_given_address():
@@ -127,19 +130,19 @@ def join_cluster(address: str) -> None:
 
 
 def connected_address() -> str:
-    """host:port of the head of the cluster to which this process is connected."""
+    """Returns host:port of the head of the cluster to which this process is connected."""
     return str(ray.get_runtime_context().gcs_address)
 
 
 def head_pids() -> list[int]:
-    """Ids of the running processes that `start_head` has started, also if it was interrupted."""
+    """Returns the ids of running processes of `start_head`, even if that was interrupted."""
     processes = {} if _BareHead.newest is None else _BareHead.newest.all_processes
     started = [info.process for infos in processes.values() for info in infos]
     return [process.pid for process in started if process.poll() is None]
 
 
 def stop_ray() -> None:
-    """Closes the connection to Ray; ends what `start_head` has started. Idempotent."""
+    """Closes the connection to Ray, and ends the processes of `start_head`. Idempotent."""
     ray.shutdown()
     _BareHead.newest = None
 
@@ -155,8 +158,8 @@ def stop_error_printer() -> None:
 def visit_uploaded_files(
     folder: Path, is_left_out: Callable[[Path], bool], visit: Callable[[Path], object]
 ) -> None:
-    """Calls `visit` with every path that Ray would upload of a working directory, but those for
-    which `is_left_out`; what a folder contains that is left out is not looked at."""
+    """Calls `visit` with every path that Ray would upload of a working directory, except paths for
+    which `is_left_out` returns True. A folder that is left out is not entered."""
     defaults = packaging._get_excludes(folder, ray_constants.get_runtime_env_default_excludes())
     uses_gitignore = os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "0") != "1"
     silent = logging.Logger("rayzero.upload", logging.CRITICAL)
@@ -168,19 +171,19 @@ def visit_uploaded_files(
 
 
 def auth_headers() -> dict[str, str]:
-    """HTTP headers for requests to the cluster's dashboard; empty without token authentication."""
+    """Returns HTTP headers for requests to the dashboard; none without token authentication."""
     return dict(get_auth_headers_if_auth_enabled({}))
 
 
 def dashboard_address() -> str:
-    """host:port of the connected cluster's dashboard; empty if it has none."""
+    """Returns host:port of the connected cluster's dashboard; an empty string if it has none."""
     space = ray_constants.KV_NAMESPACE_DASHBOARD
     address = _internal_kv_get(ray_constants.DASHBOARD_ADDRESS, namespace=space)
     return address.decode() if address else ""
 
 
 def log_folder() -> str:
-    """The folder of the logs of Ray's processes on this node."""
+    """Returns the folder of the logs of Ray's processes on this node."""
     return str(worker.global_worker.node.get_logs_dir_path())  # type: ignore[union-attr]
 
 
@@ -191,8 +194,8 @@ class AuthRefusedError(ConfigError):
 def check_auth(address: str, limit_s: float) -> bool:
     """Checks the auth token with one RPC to the head at host:port, within the time limit.
     `ray.init` would retry a rejected token for 20 s and then report that the cluster does not
-    respond. Returns False if it is not a head; all other errors are left to `ray.init`. Raises
-    AuthRefusedError if the token is rejected or missing."""
+    respond. Returns False if another gRPC server listens there; all other errors are left to
+    `ray.init`. Raises AuthRefusedError if the token is rejected or missing."""
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return True
     import grpc  # slow to import
@@ -216,8 +219,8 @@ def check_auth(address: str, limit_s: float) -> bool:
 
 @dataclass(frozen=True)
 class NodeTable:
-    """The alive nodes at one moment: resources by node id, and those of them that are unreserved
-    (`free`), of which Ray's view lags by some tenths of a second."""
+    """The alive nodes at one moment, by node id: all resources of a node (`capacity`), and the
+    unreserved ones (`free`). Ray's view of the latter lags by some tenths of a second."""
 
     capacity: dict[str, Capacity]
     free: dict[str, Capacity]
@@ -233,7 +236,7 @@ class NodeTable:
 
 
 def node_capacities() -> dict[str, Capacity]:
-    """Resources of the alive nodes, by id."""
+    """Returns the resources of the alive nodes, by id."""
     return {
         node["NodeID"]: _to_capacity(node["Resources"])
         for node in ray.nodes()  # type: ignore[no-untyped-call]
@@ -248,13 +251,13 @@ def node_snapshot() -> NodeTable:
 
 
 def node_names() -> dict[str, str]:
-    """Host names of all nodes, lost ones included, by id."""
+    """Returns the host names of all nodes, including lost ones, by id."""
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     return {node["NodeID"]: node["NodeManagerHostname"] for node in nodes}
 
 
 def head_node_id() -> str | None:
-    """None if the cluster has no live head node."""
+    """Returns the id of the head node; None if the cluster has no live head node."""
     for node in ray.nodes():  # type: ignore[no-untyped-call]
         if node["Alive"] and _HEAD_RESOURCE in node["Resources"]:
             return str(node["NodeID"])
@@ -262,8 +265,8 @@ def head_node_id() -> str | None:
 
 
 def controller_resources() -> dict[str, float]:
-    """The resources of the actor that is a job's process: on a node that offers
-    `CONTROLLER_RESOURCE`, so that it outlives the head; where none does, on the head."""
+    """Returns the resources of the actor that is a job's process. They place it on a node that
+    offers `CONTROLLER_RESOURCE`, so that it outlives the head; on the head if no node does."""
     for node in ray.nodes():  # type: ignore[no-untyped-call]
         if node["Alive"] and CONTROLLER_RESOURCE in node["Resources"]:
             return {CONTROLLER_RESOURCE: 0.001}
@@ -273,8 +276,8 @@ def controller_resources() -> dict[str, float]:
 def ask_nodes(
     question: Callable[[], T], nodes: Iterable[str], limit_s: float
 ) -> dict[str, T | RayError]:
-    """Calls a function in a process on each of these nodes; the answers by the node's id, or the
-    error where there is none within the limit."""
+    """Calls a function in a process on each of these nodes. Returns the answers by node id; the
+    error instead, for a node that has not answered within the limit."""
     task = ray.remote(question)
     calls = {}
     for node in nodes:
@@ -292,7 +295,8 @@ def ask_nodes(
 
 
 def draining_node_ids() -> frozenset[str]:
-    """Ids of the nodes that accept no new work and will be removed: drained, preempted or idle."""
+    """Returns the ids of nodes that accept no new work and will be removed, because they are
+    drained, preempted or idle."""
     return frozenset(ray_state.state.get_draining_nodes())
 
 
@@ -301,15 +305,15 @@ def _to_capacity(resources: dict[str, float]) -> Capacity:
 
 
 def death_cause(error: RayError) -> str:
-    """The cause of an actor's death from Ray's error, without its identifiers and advice."""
+    """Returns the cause of an actor's death from Ray's error, without identifiers and advice."""
     text = " ".join(line for line in str(error).splitlines() if not line.startswith("\t"))
     match = _EXIT_DETAIL.search(text)
     return match.group(1) if match else text
 
 
 async def wait_gone(methods: Iterable[Any]) -> None:
-    """Waits, at most 3 s, until none of some killed actors responds. `methods`: one without side
-    effects of each actor."""
+    """Waits until no killed actor responds any more, for at most `GONE_TIMEOUT_S`. `methods` has a
+    method without side effects of each actor."""
     with suppress(TimeoutError):
         async with asyncio.timeout(GONE_TIMEOUT_S):
             await asyncio.gather(*map(_wait_unreachable, methods))

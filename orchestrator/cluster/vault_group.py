@@ -1,4 +1,5 @@
-"""The vaults of a job, one on every node with a worker: Ray actors, called over their streams."""
+"""The vaults of a job, one on every node with a worker. A vault is a Ray actor, but is called over
+its node's stream."""
 
 from __future__ import annotations
 
@@ -41,10 +42,12 @@ class _NodeVault:
     """A node's vault.
 
     Args:
-        actor: None until it is started.
-        opening: makes its stream. It is not cancelled, which would cancel those that wait: the end
-            of the process or of the stream ends it.
-        life: waits for its end by Ray, which knows the cause, and for a later controller.
+        actor: None until the actor is started.
+        opening: the task that makes the stream and returns the vault's address. It is not
+            cancelled, which would also cancel the callers that await it; it ends when the process
+            or the stream does.
+        life: waits until Ray reports the end of the process and its cause, and until the vault
+            obeys a later controller.
     """
 
     actor: Any = None
@@ -55,13 +58,13 @@ class _NodeVault:
     ended: bool = False
 
     def end(self, cause: str) -> None:
-        """Ends the stream and the process."""
+        """Ends the stream and the vault's process."""
         self.ended = True
         if self.life is not None:
             self.life.cancel()
         if self.link is not None:
             self.link.end(VaultLostError(cause))
-        if self.actor is not None:  # it may live: Ray could not reach it for a while
+        if self.actor is not None:  # it may be alive, if Ray could not reach it for a while
             ray.kill(self.actor)
 
 
@@ -72,8 +75,8 @@ class VaultGroup:
     A lost vault is removed, so that the next `open` starts another one on its node.
 
     Args:
-        epoch: of this controller's claim on the job: vaults obey none with a lower one.
-        orphan_s: as of `OrphanWatch`, also for workers.
+        epoch: epoch of this controller's claim. A vault that has seen it obeys no lower one.
+        orphan_s: as of `OrphanWatch`, for the vaults and the workers.
         on_fenced: called when a vault obeys a later controller.
     """
 
@@ -90,18 +93,18 @@ class VaultGroup:
         self._faults = spec.faults
         self._attach = Attach(epoch, os.urandom(16))
         self.head = HeadCalls()
-        """Also for the workers' groups."""
+        """Calls to the head, also those of the workers' groups."""
         self.mail = WorkerMail()
-        """The messages of workers on nodes with a vault."""
+        """Passes on the messages of workers on nodes with a vault."""
         self.commands = WorkerCommands(self._attach, self._link_of)
-        """To these workers."""
+        """Sends commands to the same workers."""
         self.mail.on_answer = self.commands.on_answer
         self._actor = ray.remote(VaultActor)
         self._vaults: dict[str, _NodeVault] = {}
         self.attached: tuple[str, ...] = ()
-        """The nodes of the vaults that an earlier process has started."""
+        """Nodes of the vaults that `attach` has taken over."""
         self.last_worker = -1
-        """The greatest index of the workers that these have heard of."""
+        """The greatest index of a worker that these vaults have known; -1 if there is none."""
         self._shared_peers: dict[str, Any] = {}
         self._health_limit_s: float | None = None
 
@@ -110,22 +113,24 @@ class VaultGroup:
         self._health_limit_s = limit_s
 
     async def attach(self, vaults: Iterable[Owned]) -> None:
-        """Takes over those of these vaults that answer, which an earlier process of the job has
-        started."""
-        for vault in vaults:
+        """Takes over the vaults that an earlier process of the job has started. Vaults that do not
+        answer are ended."""
+        for owned in vaults:
             with suppress(ValueError):  # it has ended
-                node = vault.what.removeprefix(VAULT).rpartition("-")[0]
-                self._begin(node, _NodeVault(vault.actor()))
-        opened = [asyncio.shield(it.opening) for it in self._vaults.values()]
-        answers = [asyncio.wait_for(it, _START_TIMEOUT_S) for it in opened]
-        replies = await asyncio.gather(*answers, return_exceptions=True)
-        for (node, found), reply in zip([*self._vaults.items()], replies, strict=True):
+                node = owned.what.removeprefix(VAULT).rpartition("-")[0]
+                self._begin(node, _NodeVault(owned.actor()))
+        opened = [
+            asyncio.wait_for(asyncio.shield(vault.opening), _START_TIMEOUT_S)
+            for vault in self._vaults.values()
+        ]
+        replies = await asyncio.gather(*opened, return_exceptions=True)
+        for (node, vault), reply in zip([*self._vaults.items()], replies, strict=True):
             if not isinstance(reply, str):
-                self._remove(node, found, "it did not answer")
+                self._remove(node, vault, "it did not answer")
         self.attached = tuple(self._vaults)
-        links = [it.link for it in self._vaults.values() if it.link is not None]
-        heard = [link.hello.last_worker for link in links if link.hello is not None]
-        self.last_worker = max(heard, default=-1)
+        links = [vault.link for vault in self._vaults.values() if vault.link is not None]
+        last_workers = [link.hello.last_worker for link in links if link.hello is not None]
+        self.last_worker = max(last_workers, default=-1)
 
     def start(self, node_id: str) -> None:
         """Starts a vault on a node that has none, without waiting for it."""
@@ -156,14 +161,14 @@ class VaultGroup:
     def _begin(
         self, node_id: str, vault: _NodeVault, start: Callable[[], Any] | None = None
     ) -> None:
-        """Begins to make the stream of a vault, which is started first."""
+        """Begins to make the stream of a vault, which `start` starts if it does not run yet."""
         self._vaults[node_id] = vault
         vault.opening = asyncio.create_task(self._open_stream(node_id, vault, start))
         vault.opening.add_done_callback(_retrieve)
 
     async def open(self, node_ids: Sequence[str]) -> dict[str, str]:
-        """Starts a vault on each of these nodes that has none; the addresses by node. Raises
-        JobFailedError if one did not start."""
+        """Starts a vault on each of these nodes that has none. Returns the vaults' addresses by
+        node. Raises JobFailedError if a vault did not start."""
         nodes = list(dict.fromkeys(node_ids))
         starts = asyncio.gather(*(self._start_and_wait(node) for node in nodes))
         try:
@@ -174,33 +179,33 @@ class VaultGroup:
                 f" ports cannot be reached: {self._unreachable()}",
                 allowed="one actor with num_cpus=0 on every node of the job, and connections from"
                 " the head to any port of these nodes",
-                fix="Open the ports of net.ipv4.ip_local_port_range to the head.",
+                fix="open the ports of net.ipv4.ip_local_port_range to the head",
             ) from None
         await self._share_peers()
         return dict(zip(nodes, addresses, strict=True))
 
     async def call(self, node_id: str, method: Callable[[Any, *Ts], T], *args: *Ts) -> T:
-        """Calls `method`, one of `Vault`, in a node's vault, and raises what it raises;
+        """Calls a method of `Vault` in a node's vault. Raises what the method raises;
         VaultLostError if the vault's process or its node is gone."""
         reply: T = await self._of_link(node_id, lambda link: link.call(method.__name__, *args))
         return reply
 
     async def events(self, node_id: str, limit_s: float) -> list[VaultEvent]:
-        """Returns what has happened on a node since the previous call. Waits until there is
-        something. Raises TimeoutError if the vault has not shown for so long that it serves."""
+        """Returns the events on a node since the previous call. Waits until there are some. Raises
+        TimeoutError if the vault has given no sign for `limit_s` that it serves its node."""
         events: list[VaultEvent] = await self._of_link(node_id, lambda link: link.events(limit_s))
         return events
 
     async def ask_all(self, limit_s: float) -> None:
-        """Waits until all vaults have answered, or the limit: one that obeys a later controller
-        does so by the call of `on_fenced`."""
+        """Waits until all vaults have answered a call, for at most `limit_s`. `on_fenced` is called
+        instead of an answer, if a vault obeys a later controller."""
         calls = [self.call(node, Vault.runs, os.getpid()) for node in self._vaults]
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), limit_s)
 
     async def inject_faults(self, faults: Sequence[FaultSpec]) -> None:
-        """Replaces the faults that were injected since the job started, in every vault, also in
-        those that start later."""
+        """Replaces the faults that were injected since the job started, in every vault. Vaults that
+        start later get the same faults."""
         in_effect = self._faults = (*self._spec.faults, *faults)
         calls = [self.call(node, VaultActor.inject, in_effect) for node in self._vaults]
         for reply in await asyncio.gather(*calls, return_exceptions=True):
@@ -208,7 +213,8 @@ class VaultGroup:
                 raise reply
 
     async def why_not_injectable(self, node_id: str, fault: FaultSpec) -> str:
-        """Why a fault of a vault or a node is impossible there; empty if it is possible."""
+        """Returns why a fault of a vault or a node cannot be injected on this node; an empty string
+        if it can."""
         is_local = node_id == ray.get_runtime_context().get_node_id()
         return await self.call(
             node_id, VaultActor.why_not_injectable, fault, is_local, network_id()
@@ -244,7 +250,7 @@ class VaultGroup:
             raise
 
     async def _start_and_wait(self, node_id: str, retry: bool = True) -> str:
-        """The address of a node's vault. A lost one is started again, once."""
+        """Returns the address of a node's vault. Starts a lost vault again, once if `retry`."""
         self.start(node_id)
         vault = self._vaults[node_id]
         try:
@@ -288,8 +294,8 @@ class VaultGroup:
         while True:
             try:
                 await actor.wait_end.remote(self._attach)
-                return  # a later controller watches it
-            except ActorUnavailableError:  # it lives, as far as Ray knows
+                return  # a later controller watches the vault
+            except ActorUnavailableError:  # Ray does not know yet whether it is alive
                 await asyncio.sleep(_UNAVAILABLE_PAUSE_S)
             except RayError as error:
                 link.end(VaultLostError(death_cause(error)))
@@ -305,29 +311,30 @@ class VaultGroup:
             vault.end(cause)
 
     def _unreachable(self) -> str:
-        """The vaults that have started, and do not answer."""
-        waiting = [it for it in self._vaults.values() if not it.opening.done()]
-        addresses = [vault.address for vault in waiting]
-        return ", ".join(f"{it.host}:{it.port}" for it in addresses if it is not None) or "none"
+        """Returns the addresses of vaults that have started, and do not answer, for an error."""
+        addresses = [vault.address for vault in self._vaults.values() if not vault.opening.done()]
+        shown = [f"{address.host}:{address.port}" for address in addresses if address is not None]
+        return ", ".join(shown) or "none"
 
     async def _share_peers(self) -> None:
-        """Gives every vault the handles of the others, if they have changed since last time."""
-        started = ((node, it.actor) for node, it in self._vaults.items())
-        vaults = {node: actor for node, actor in started if actor is not None}
-        if vaults == self._shared_peers:
+        """Gives every vault the handles of all others, if they have changed since the last time."""
+        actors = {
+            node: vault.actor for node, vault in self._vaults.items() if vault.actor is not None
+        }
+        if actors == self._shared_peers:
             return
         calls = []
-        for node in vaults:
-            peers = {peer: vault for peer, vault in vaults.items() if peer != node}
-            calls.append(vaults[node].set_peers.remote(peers))
+        for node, actor in actors.items():
+            peers = {peer: handle for peer, handle in actors.items() if peer != node}
+            calls.append(actor.set_peers.remote(peers))
         try:
             await asyncio.wait_for(asyncio.gather(*calls), _START_TIMEOUT_S)
         except TimeoutError:
-            text = f"one did not take the others' addresses within {_START_TIMEOUT_S:g} s"
+            text = f"a vault did not take the others' addresses within {_START_TIMEOUT_S:g} s"
             raise VaultLostError(text) from None
         except ACTOR_LOST as error:
             raise VaultLostError(death_cause(error)) from None
-        self._shared_peers = vaults
+        self._shared_peers = actors
 
 
 async def _wait_gone(vaults: Iterable[_NodeVault]) -> None:
@@ -335,6 +342,7 @@ async def _wait_gone(vaults: Iterable[_NodeVault]) -> None:
 
 
 def _retrieve(done: asyncio.Future[Any]) -> None:
-    """Tells asyncio that the error of a future is known to those that wait for it."""
+    """Retrieves a future's error, so that asyncio does not log it as unhandled. Callers that await
+    the future get the error, too."""
     if not done.cancelled():
         done.exception()

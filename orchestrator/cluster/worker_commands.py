@@ -1,4 +1,5 @@
-"""Commands to workers over the streams of their nodes: one frame a node; its agent passes it on."""
+"""Sends commands to workers over the streams of their nodes. A node gets one frame for all of its
+workers, and its agent passes the command on to them."""
 
 from __future__ import annotations
 
@@ -19,15 +20,16 @@ from rayzero.workers.vault.records import ConnectionLost, VaultEvent
 _ENDED = "its process has ended"
 
 OnAnswer: TypeAlias = Callable[[Sequence[int], Exception | None, Any], None]
-"""Called with workers, and their error or their result."""
+"""Called with workers, and the error or the result that they have all answered."""
 
 
 class Call(NamedTuple):
     """A method of `WorkerCalls`.
 
     Args:
-        in_order: it runs after those before it; else concurrently with all others.
-        own: further arguments, by worker.
+        in_order: the call runs after earlier calls with `in_order`; otherwise concurrently with
+            all others.
+        own: additional arguments of each worker, by worker.
     """
 
     method: str
@@ -38,7 +40,12 @@ class Call(NamedTuple):
 
 @dataclass(eq=False)
 class _Command:
-    """A command that some workers have not answered: their nodes, and what is sent to them."""
+    """A command that some workers have not answered yet.
+
+    Args:
+        nodes: the nodes of these workers, by worker.
+        call: the pickled method and arguments.
+    """
 
     nodes: dict[int, str]
     in_order: bool
@@ -48,13 +55,14 @@ class _Command:
 
 
 class WorkerCommands:
-    """Sends each command once to each worker, also when an agent or a connection is lost meanwhile:
-    what is not answered is sent again over the node's next stream, and a worker runs no number
-    twice. Used from one event loop.
+    """Sends commands to workers, each of which runs a command only once, even if an agent or a
+    connection is lost. A command that is not answered is sent again over the node's next stream,
+    and a worker runs no command number twice. Used from one event loop.
 
     Args:
-        attach: of this controller; answers to another one are dropped.
-        link_of: the stream of a node, if it has one; else `send_again` follows.
+        attach: identifies this controller. Answers to another controller are dropped.
+        link_of: returns the stream of a node, or None. In the latter case `send_again` is called
+            once there is a stream.
     """
 
     def __init__(self, attach: Attach, link_of: Callable[[str], NodeLink | None]) -> None:
@@ -63,11 +71,11 @@ class WorkerCommands:
         self._numbers = count(1)
         self._unanswered: dict[int, _Command] = {}
         self._lost: set[int] = set()
-        self._ended: set[int] = set()  # of those, as far as their processes have exited
+        self._ended: set[int] = set()  # the lost workers whose processes have exited
         self._watchers: list[Callable[[str], None]] = []
 
     def send(self, nodes: Mapping[int, str], call: Call, on_answer: OnAnswer) -> int:
-        """Sends a command to workers, given with their nodes. Returns its number."""
+        """Sends a command to workers, which are given with their nodes. Returns its number."""
         number = next(self._numbers)
         if lost := self._lost.intersection(nodes):
             on_answer([*lost], WorkerLostError(_ENDED), None)
@@ -84,7 +92,8 @@ class WorkerCommands:
         return number
 
     async def call(self, worker: int, node: str, call: Call) -> Any:
-        """The result of a call in one worker; raises what it raises, and WorkerLostError."""
+        """Returns the result of a call in one worker. Raises what the call raises, and
+        WorkerLostError."""
         answer = asyncio.get_running_loop().create_future()
 
         def on_answer(_: Sequence[int], error: Exception | None, result: Any) -> None:
@@ -106,12 +115,13 @@ class WorkerCommands:
         self._watchers.append(on_doubt)
 
     def is_in_doubt(self, worker: int, node: str) -> bool:
-        """Whether the worker's process has ended, or its end would not be seen."""
+        """Returns whether the worker's process has ended, or no agent would report its end."""
         link = self._link_of(node)
         return worker in self._ended or link is None or not link.is_connected
 
     def on_news(self, node: str, events: Sequence[VaultEvent]) -> None:
-        """An agent has seen this on its node; nothing: the connection to it has ended."""
+        """Handles events that an agent has seen on its node. An empty list means that the
+        connection to the agent has ended."""
         lost = [event for event in events if isinstance(event, ConnectionLost)]
         for event in lost:
             self.end(event.worker, _ENDED)
@@ -122,9 +132,9 @@ class WorkerCommands:
                 on_doubt(node)
 
     def send_again(self, node: str) -> None:
-        """A node has another agent."""
+        """Sends unanswered commands again to the workers of a node, which has a new agent."""
         for number, command in self._unanswered.items():
-            workers = [worker for worker, its in command.nodes.items() if its == node]
+            workers = [worker for worker, home in command.nodes.items() if home == node]
             if workers:
                 self._put(node, number, command, workers)
 
@@ -134,12 +144,12 @@ class WorkerCommands:
             return
         try:
             error, result = pickle.loads(reply)
-        except Exception as raised:  # noqa: BLE001  # of a class that does not exist here
+        except Exception as raised:  # noqa: BLE001  # of a class that this process cannot import
             error, result = RayzeroError(f"an answer cannot be read: {raised}"), None
         self._answer(number, workers, error, result)
 
     def end(self, worker: int, cause: str) -> None:
-        """A worker's process has ended: it answers nothing any more."""
+        """Answers all commands to a worker with WorkerLostError, because its process has ended."""
         self._lost.add(worker)
         for number in tuple(self._unanswered):
             self._answer(number, [worker], WorkerLostError(cause), None)
@@ -149,11 +159,12 @@ class WorkerCommands:
     ) -> None:
         command = self._unanswered.get(number)
         new = self._forget(number, workers)
-        if command is not None and new:  # else their caller has given up
+        if command is not None and new:  # otherwise answered before, or the caller has given up
             command.on_answer(new, error, result)
 
     def _forget(self, number: int, workers: Sequence[int]) -> list[int]:
-        """Those of the workers that had not answered the command."""
+        """Marks the command as answered by these workers. Returns the workers among them that had
+        not answered yet."""
         command = self._unanswered.get(number)
         if command is None:
             return []

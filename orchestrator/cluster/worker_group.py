@@ -46,10 +46,10 @@ OnWaiting: TypeAlias = Callable[[str], None]
 _ACQUIRE_INTERVAL_S = 0.02  # interval of checks for granted reservations while the job starts
 _FILL_INTERVAL_S = 0.5  # the same while the job runs
 WAITING_INTERVAL_S = 5.0
-"""After this time without enough reservations, and each time again, the job says what it waits for:
-Ray grants what is free within a second, and a person wonders after a few."""
+"""While reservations are missing, the job reports at this interval what it waits for. Ray grants
+free resources within a second, so a wait of some seconds needs an explanation."""
 _EXTRA_WORKER_WAIT_S = 1.0  # how long to wait for one more worker once the minimum has been reached
-_PING_INTERVAL_S = 0.5  # while a worker's node has no agent
+_PING_INTERVAL_S = 0.5  # between two questions to Ray whether a worker is alive
 _KILL_TIMEOUT_S = 1.0  # how long a vault may take to kill a process
 
 T = TypeVar("T")
@@ -57,20 +57,21 @@ Ts = TypeVarTuple("Ts")
 
 
 class WorkerGroup:
-    """The workers of one job, each in its own reservation of CPUs and GPUs; owned from
-    `start_workers` until `release`. Used from one event loop.
+    """The workers of one job, each in its own reservation of CPUs and GPUs. The group owns them
+    from `start_workers` or `adopt` until `release`. Used from one event loop.
 
-    One background task starts a worker in every granted reservation without one, as long as the job
-    lives. A reservation outlives its worker's process; when its node is lost it waits for another.
+    As long as the job lives, one background task starts a worker in every granted reservation that
+    has none. A reservation outlives its worker's process. If its node is lost, it waits until Ray
+    places it on another one.
 
     There may be thousands of workers: a command to many is one call, and their messages arrive
     together, because a task or a timer for each would cost more than all other work.
 
     Args:
-        can_grow: whether nodes may join the cluster; if not, no more is requested than can fit.
+        can_grow: nodes may join the cluster. If not, only as many workers are requested as fit.
         vaults: started on the workers' nodes, and used to kill workers.
-        actor: the workers' class.
-        indices: of its workers; other groups of the job take theirs from the same.
+        actor: class of the workers' actors.
+        indices: yields the index of each new worker. All groups of a job share it.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class WorkerGroup:
 
     @property
     def role(self) -> str:
-        """Of its workers; empty: they are for ranks."""
+        """Role of the group's workers; empty for workers that become ranks."""
         return self._pool.role
 
     async def start_workers(
@@ -109,16 +110,18 @@ class WorkerGroup:
         on_waiting: OnWaiting = lambda _: None,
     ) -> tuple[WorkerInfo, ...]:
         """Requests `need.max_workers` reservations and starts a worker in each that is granted.
-        Returns when each of these has started or failed to, and at least `need.min_workers` have
-        started. The others stay requested, so that Ray's autoscaler sees them. Raises
-        JobFailedError if fewer than `need.min_workers` were granted or started in time, or one
-        failed in a way that would repeat itself.
+        Returns when each of these workers has started or failed to, and at least `need.min_workers`
+        have started. The other reservations stay requested, so that Ray's autoscaler sees them.
 
         Args:
-            on_failure: called for every worker that is started again because its process ended; it
-                may raise. Default: the first failure is an error.
-            on_waiting: called with what it waits for and who holds that, every
-                `WAITING_INTERVAL_S`; with "" once it has enough.
+            on_failure: called for every worker that is started again because its process ended. It
+                may raise. By default, the first failure is an error.
+            on_waiting: called every `WAITING_INTERVAL_S` with the resources that are missing and
+                the jobs that hold them; with an empty text once there are enough.
+
+        Raises:
+            JobFailedError: fewer than `need.min_workers` were granted or started in time, or a
+                worker failed in a way that would repeat itself.
         """
         self._resources = need
         await self._acquire(on_waiting)
@@ -133,29 +136,28 @@ class WorkerGroup:
         except TimeoutError:
             raise JobFailedError(
                 f"the workers' processes did not start within {need.timeout_s:g} s",
-                fix="workers.start_timeout_s in the job file",
+                fix="set a longer workers.start_timeout_s in the job file",
             ) from None
         for worker in started:
             worker.announced = True
         return tuple(worker.info for worker in started if worker.info is not None)
 
     def adopt(self, workers: Iterable[tuple[WorkerStatus, Any]], groups: Iterable[str]) -> None:
-        """Owns the workers of an earlier process of the job, each with its actor, and all of its
-        placement groups, by id: instead of `start_workers`. Their messages are received from now
-        on."""
+        """Takes over workers of an earlier process of the job, instead of `start_workers`. Their
+        messages are received from now on. Arguments as of `ActorPool.adopt`."""
         self._watch.subscribe(self._pool.adopt(workers, groups))
 
     def resume(self, need: ResourceRequest) -> None:
-        """Starts workers in reservations without one, and requests missing reservations; after
-        `adopt`."""
+        """Starts workers in reservations without one, and requests missing reservations. Called
+        after `adopt`."""
         self._resources = need
         self._tasks.spawn(self._fill_reservations())
         self._tasks.spawn(self._adjust())
 
     async def next_worker(self) -> WorkerInfo:
-        """The next worker that has started after the first ones: in a reservation that was granted
-        later, or as a replacement. Waits without limit; can be cancelled. Raises WorkerStartError
-        if a worker did not start; it is started again automatically."""
+        """Returns the next worker that has started after those of `start_workers`: in a reservation
+        that was granted later, or as a replacement. Waits without limit; can be cancelled. Raises
+        WorkerStartError if a worker did not start; it is started again automatically."""
         while True:
             worker = await self._next_event()
             if worker in self._pool and worker.info is not None and not worker.announced:
@@ -163,16 +165,16 @@ class WorkerGroup:
                 return worker.info
 
     def replace(self, worker: int, delay_s: float, avoid_nodes: Sequence[str]) -> None:
-        """Starts a new worker, with an index of its own, in the reservation of a lost one. One that
-        was lost before `adopt` is being replaced."""
-        if (lost := self._pool.find(worker)) is None:
-            return
+        """Starts a new worker, with a new index, in the reservation of a lost one."""
+        lost = self._pool.find(worker)
+        if lost is None:
+            return  # lost before `adopt`, whose caller has it replaced already
         lost.reservation.avoid_nodes = frozenset(avoid_nodes)
         self._pool.free(lost, delay_s)
         self._free_reservation.set()
 
     def resize(self, least: int, most: int) -> None:
-        """Changes the number of reservations. Empty ones beyond `most` are removed."""
+        """Changes the number of reservations. Removes surplus ones without an announced worker."""
         self._resources = replace(self._resources, min_workers=least, max_workers=most)
         self._tasks.spawn(self._adjust())
 
@@ -181,11 +183,11 @@ class WorkerGroup:
         await self._pool.remove([self._pool.get(worker)])
 
     async def kill(self, worker: int) -> None:
-        """Ends a worker's process with SIGKILL; its reservation stays.
+        """Ends a worker's process with SIGKILL. Its reservation stays.
 
-        Kills through the vault, which takes a millisecond, and leaves Ray to find the true cause
-        of death. `ray.kill` would report itself as the cause, also of a worker that had died
-        before, and would wait 5 s for a stopped process to exit by itself."""
+        The vault kills the process, which takes a millisecond, and Ray then finds the true cause of
+        death. `ray.kill` would report itself as the cause even if the worker had died before, and
+        would wait 5 s for a stopped process to exit by itself."""
         victim = self._pool.get(worker)
         if victim.info is not None:
             with suppress(VaultLostError, TimeoutError):
@@ -195,8 +197,8 @@ class WorkerGroup:
         ray.kill(victim.actor)
 
     async def call(self, worker: int, method: Callable[[Any, *Ts], T], *args: *Ts) -> T:
-        """Calls `method`, one of `WorkerCalls` (`workers/calls.py`), in a worker's process, and
-        raises what it raises; WorkerLostError if the process is gone."""
+        """Calls a method of `WorkerCalls` (`workers/calls.py`) in a worker's process. Raises what
+        the method raises; WorkerLostError if the process is gone."""
         call = Call(method.__name__, args, in_order=False)
         reply: T = await self._vaults.commands.call(worker, self._node_of(worker), call)
         return reply
@@ -204,8 +206,8 @@ class WorkerGroup:
     def broadcast(
         self, workers: Iterable[int], method: Callable[[Any, *Ts], None], *args: *Ts
     ) -> PendingReplies:
-        """Calls `method`, one of `WorkerCalls`, in several workers' processes; it runs after the
-        commands before it that were sent so."""
+        """Calls a method of `WorkerCalls` in several workers' processes. A worker runs the commands
+        of `broadcast` and `assign` in the order in which they were sent."""
         return self._watch.broadcast(workers, Call(method.__name__, args, in_order=True))
 
     def assign(
@@ -221,17 +223,17 @@ class WorkerGroup:
         self._watch.subscribe(workers)
 
     async def receive(self) -> WorkerReports:
-        """Messages and losses since the last call; waits until there are some."""
+        """Returns messages and losses since the last call. Waits until there are some."""
         return await self._watch.receive()
 
     async def draining_nodes(self) -> frozenset[str]:
-        """Asks the cluster's head for the ids of nodes that it drains or is about to lose. Waits
-        for it without limit; can be cancelled."""
+        """Returns the ids of nodes that are drained or about to be lost. Waits for the answer of
+        the cluster's head without limit; can be cancelled."""
         return await self._vaults.head(ray_api.draining_node_ids)
 
     async def leave_nodes(self, draining: Collection[str]) -> None:
-        """Requests another reservation for each one on these nodes; the old one is removed with
-        its worker."""
+        """Requests another reservation for each one on these nodes. The old reservation is removed
+        when its worker ends."""
         affected = [
             worker.reservation
             for worker in self._pool.workers
@@ -253,8 +255,8 @@ class WorkerGroup:
         return self._pool.get(worker).node_id
 
     async def _find_cause(self, worker: int) -> str:
-        """The cause of the end of a worker's process, which Ray knows within a second; waits for
-        it."""
+        """Waits for the end of a worker's process, and returns the cause. Ray knows it within a
+        second."""
         actor = self._pool.get(worker).actor
         try:
             while True:
@@ -279,7 +281,8 @@ class WorkerGroup:
                 on_failure(failure)
 
     async def _next_event(self) -> WorkerHandle:
-        """A worker that has started, or was removed before. Raises what `_await_started` puts."""
+        """Returns the next worker that has started, or was removed before. Raises an error that
+        `_await_started` has put instead."""
         event = await self._started.get()
         if isinstance(event, Exception):
             raise event
@@ -287,7 +290,8 @@ class WorkerGroup:
 
     async def _acquire(self, on_waiting: OnWaiting) -> None:
         """Requests all reservations and starts workers in the granted ones. Returns when there are
-        as many as fit, or enough and no further one within `_EXTRA_WORKER_WAIT_S`."""
+        as many workers as fit; or at least `min_workers`, and none more for `_EXTRA_WORKER_WAIT_S`.
+        """
         need = self._resources
         cluster = await self._vaults.head(ray_api.node_snapshot)
         total = total_fit(cluster.all_capacities, need)
@@ -317,7 +321,8 @@ class WorkerGroup:
             await self._clock.sleep(_ACQUIRE_INTERVAL_S)
 
     async def _cluster_too_small(self, workers: int) -> JobFailedError:
-        """The error, with the job's own reservations counted as free."""
+        """Returns the error for a job with too few reservations, and releases all it has. In the
+        error, resources that the job itself has reserved count as free."""
         cluster = await self._vaults.head(ray_api.node_snapshot)
         need, free = self._resources, cluster.total_free
         usable = Capacity(free.cpus + workers * need.cpus, free.gpus + workers * need.gpus)
@@ -364,7 +369,8 @@ class WorkerGroup:
         self._started.put_nowait(WorkerStartError(cause, info, repeats, delay_s))
 
     async def _adjust(self) -> None:
-        """To what is wanted when the cluster has answered: calls may overtake each other."""
+        """Requests or removes reservations. Reads the limits only after the cluster has answered,
+        because several calls may run at once and the newest limits count."""
         cluster = None if self._can_grow else await self._vaults.head(ray_api.node_snapshot)
         most = self._resources.max_workers
         if cluster is not None:
@@ -374,6 +380,6 @@ class WorkerGroup:
 
 
 def _fails_again(error: RayError) -> bool:
-    """Whether the error lies in what is started, not in the machine."""
+    """Returns whether the error lies in the worker's code or environment, not in the machine."""
     failed_in_init = isinstance(error, RayActorError) and error.actor_init_failed
     return failed_in_init or isinstance(error, RuntimeEnvSetupError)

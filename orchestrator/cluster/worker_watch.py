@@ -1,4 +1,4 @@
-"""The messages, the losses and the answers of a group's workers."""
+"""Receives the messages, the losses and the answers of a group's workers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ class WorkerWatch:
     """Watches subscribed workers, until `close`. Used from one event loop.
 
     A worker whose end Ray confirms is reported once, after the messages received so far, and
-    unsubscribed. Ray, which may know the cause, is asked once an agent has reported the end of the
-    process; and until the worker is heard: for the first time, and over another connection where
-    one has ended.
+    unsubscribed. Ray, which may know the cause, is asked in two cases: an agent has reported the
+    end of the process; or no agent would report it, because the worker has not sent its first
+    message, or the connection to its node has ended. In the second case the next message of the
+    worker ends the question.
 
     Args:
-        mail: has their messages.
-        commands: reach them.
-        node_of: the node of a worker.
+        mail: passes on the workers' messages.
+        commands: sends commands to the workers.
+        node_of: returns the node of a worker.
         find_cause: waits for the end of a worker's actor, and returns its cause.
     """
 
@@ -43,8 +44,8 @@ class WorkerWatch:
         self._find_cause = find_cause
         self._changed = ChangeNotifier()
         self._asking: dict[int, asyncio.Task[None]] = {}
-        self._subscribed: dict[int, str] = {}  # their nodes
-        self._on_node: defaultdict[str, set[int]] = defaultdict(set)  # the same, by node
+        self._subscribed: dict[int, str] = {}  # the node of each subscribed worker
+        self._on_node: defaultdict[str, set[int]] = defaultdict(set)  # the same workers, by node
         self._messages: list[tuple[int, list[ReceivedMessage]]] = []
         self._lost: dict[int, str] = {}
         commands.watch(self._on_doubt)
@@ -71,7 +72,7 @@ class WorkerWatch:
         self._changed.notify()
 
     async def receive(self) -> WorkerReports:
-        """Messages and losses since the last call; waits until there are some."""
+        """Returns messages and losses since the last call. Waits until there are some."""
         await self._changed.wait_until(lambda: bool(self._messages or self._lost))
         reports = WorkerReports(self._messages, tuple(self._lost.items()))
         self._messages, self._lost = [], {}
@@ -103,7 +104,7 @@ class WorkerWatch:
             first = messages[0] if messages else None
             together = first.workers if isinstance(first, NodeRecord) else (worker,)
             for heard in self._asking.keys() & together:
-                # Its agent sees it, and knows more.
+                # The worker's agent is connected, and will report the worker's end.
                 if not self._commands.is_in_doubt(heard, self._subscribed[heard]):
                     self._asking.pop(heard).cancel()
         self._changed.notify()

@@ -35,12 +35,13 @@ class MachineFacts:
 
     Args:
         python: version of this interpreter.
-        ray: its version; empty if it is not installed.
+        ray: version of Ray; empty if it is not installed.
         shm_bytes: size of /dev/shm; None if there is none.
         memfd_error: why memfd_create fails; empty if it works.
         open_files: soft and hard limit.
-        stray_token: whether a token in the home folder enables authentication without a setting.
-        nccl_settings: those of workers that the environment contradicts, each with `NAME=value`.
+        stray_token: a token in the home folder enables authentication without a setting.
+        nccl_settings: settings of workers that the environment contradicts, with the `NAME=value`
+            in the environment.
         cores: CPU cores that this process may use.
     """
 
@@ -56,8 +57,8 @@ class MachineFacts:
 
 @dataclass(frozen=True)
 class SystemFacts:
-    """All facts; `cluster` is None without an address, `storage` is that of `checkpoint_path`,
-    `health` this machine's."""
+    """All facts. `cluster` is None without an address, `storage` is the store of `checkpoint_path`,
+    and `health` is that of this machine."""
 
     machine: MachineFacts
     torch: ProbeResult
@@ -69,8 +70,13 @@ class SystemFacts:
 
 
 def collect_facts(place: str, address: str, env: Mapping[str, str]) -> SystemFacts:
-    """Runs all probes in parallel. `place`: folder or URL for checkpoints; `address`: of a Ray
-    cluster, empty for none; `env`: what a job sets for its workers."""
+    """Runs all probes in parallel.
+
+    Args:
+        place: folder or URL for checkpoints.
+        address: address of a Ray cluster; empty for none.
+        env: environment variables that a job sets for its workers.
+    """
     factor = slowdown()
     torch_s = factor * _TORCH_TIMEOUT_S
     with TemporaryDirectory(prefix="rayzero-doctor-") as folder, ThreadPoolExecutor(5) as threads:
@@ -101,8 +107,9 @@ def collect_facts(place: str, address: str, env: Mapping[str, str]) -> SystemFac
 
 
 def slowdown(file: str = "/proc/self/schedstat") -> float:
-    """How many times as long as on an idle machine this thread has taken so far, by its waits for a
-    CPU: what a probe may take, too. 1 where the system does not tell; at most _MAX_SLOWDOWN."""
+    """Returns the factor by which waits for a CPU have slowed down this thread so far. Timeouts of
+    probes are multiplied by it. Returns 1 if the system does not report waits, and at most
+    _MAX_SLOWDOWN."""
     with suppress(OSError, ValueError, ZeroDivisionError):
         ran_ns, waited_ns = map(int, Path(file).read_text().split()[:2])
         return min(1 + waited_ns / ran_ns, _MAX_SLOWDOWN)

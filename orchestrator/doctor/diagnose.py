@@ -15,7 +15,7 @@ from rayzero.workers.probe_process import ProbeResult
 from rayzero.workers.vault.health import HealthReport
 
 MIN_PYTHON = "3.11"
-"""The oldest supported version, as those below."""
+"""The oldest supported version of Python; likewise for torch and Ray."""
 MIN_TORCH = "2.11"
 MIN_RAY = "2.50"
 
@@ -27,17 +27,17 @@ _SLOW_WRITE_S = 1.0
 
 
 class Severity(StrEnum):
-    """No problem; jobs may be slow or fail; jobs cannot run."""
+    """How serious a finding is."""
 
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
+    OK = "ok"  # no problem
+    WARN = "warn"  # jobs may be slow or fail
+    FAIL = "fail"  # jobs cannot run
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the report. `seen` is the observation, with numbers; `fix` says what to change, if
-    there is a problem."""
+    """A line of the report. `seen` is the observation, with numbers. If there is a problem, `fix`
+    says what to change."""
 
     name: str
     level: Severity
@@ -58,7 +58,7 @@ def _fail(name: str, seen: str, fix: str) -> Finding:
 
 
 def diagnose(facts: SystemFacts) -> list[Finding]:
-    """All findings; prerequisites first."""
+    """Returns all findings, prerequisites first."""
     return [
         _check_version("python", facts.machine.python, MIN_PYTHON, "Python"),
         *_check_torch(facts.torch),
@@ -77,12 +77,13 @@ def worst_severity(findings: Sequence[Finding]) -> Severity:
 
 
 def _check_version(package: str, version: str, oldest: str, name: str) -> Finding:
-    """`name`: what to install, such as a package with its extras."""
+    """Compares a version with the oldest supported one. `name` is what to install, such as a
+    package with its extras."""
     numbers, required = (
         [int(number) for number in re.findall(r"\d+", text)[:2]] for text in (version, oldest)
     )
     if numbers and numbers < required:
-        return _fail(package, version, f"{name} {oldest} or newer")
+        return _fail(package, version, f"install {name} {oldest} or newer")
     return _ok(package, version)
 
 
@@ -94,10 +95,11 @@ def _check_torch(probe: ProbeResult) -> Iterator[Finding]:
         return
     yield _check_version("torch", version, MIN_TORCH, "torch")
     yield from _check_devices(probe)
-    fix = "the host's name must resolve to its own address (/etc/hosts), or GLOO_SOCKET_IFNAME"
+    fix = "let the host's name resolve to its own address (/etc/hosts), or set GLOO_SOCKET_IFNAME"
     yield _check_backend("gloo", probe, fix)
     if len(probe.facts.get("devices", ())) > 1:
-        yield _check_backend("nccl", probe, "NCCL_DEBUG=INFO says more; driver, NCCL_SOCKET_IFNAME")
+        fix = "check the driver and NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO shows more"
+        yield _check_backend("nccl", probe, fix)
 
 
 def _check_devices(probe: ProbeResult) -> Iterator[Finding]:
@@ -108,10 +110,10 @@ def _check_devices(probe: ProbeResult) -> Iterator[Finding]:
         if nccl := probe.facts.get("nccl"):
             yield _ok("nccl library", str(nccl))
         else:
-            fix = "a build of torch with NCCL, or workers.gpus: 0"
+            fix = "install a build of torch with NCCL, or set workers.gpus: 0"
             yield _fail("nccl library", "torch has no NCCL", fix)
     elif built:
-        fix = "nothing, if this machine has no GPU; else its driver (nvidia-smi)"
+        fix = "check its driver (nvidia-smi), if this machine has a GPU"
         seen = f"torch is built for CUDA {built}, and no GPU is usable: gloo on CPUs"
         yield _warn("devices", seen, fix)
     else:
@@ -119,10 +121,11 @@ def _check_devices(probe: ProbeResult) -> Iterator[Finding]:
 
 
 def _check_gpus(machine: MachineFacts, gpus: int) -> Iterator[Finding]:
-    """Yields the findings on which jobs with GPUs depend: on NCCL's settings also where this
+    """Yields the findings on which jobs with GPUs depend. NCCL's settings are checked even if this
     machine has no GPU."""
     for setting, seen in machine.nccl_settings:
-        fix = f"unset it, or {seen.partition('=')[0]}: '{setting.value}' in workers.env of the job"
+        variable = seen.partition("=")[0]
+        fix = f"unset it, or set {variable}: '{setting.value}' in workers.env of the job"
         if setting.required:
             seen = f"{seen}, with which no job with GPUs starts"
             yield _fail("nccl settings", f"{seen}: {setting.otherwise}", fix)
@@ -138,7 +141,7 @@ def _check_backend(name: str, probe: ProbeResult, fix: str) -> Finding:
     if f"{name}_s" in facts:
         return _ok(name, f"two processes joined and added up in {facts[f'{name}_s']:.2f} s")
     if name == "gloo" and not facts.get("gloo", True):
-        return _fail(name, "torch has no gloo", "a build of torch with it")
+        return _fail(name, "torch has no gloo", "install a build of torch with gloo")
     error = facts.get(f"{name}_trouble") or probe.error or "the probe printed nothing"
     return _fail(name, f"two processes could not add up: {error}", fix)
 
@@ -151,7 +154,7 @@ def _check_ray(machine: MachineFacts, address: str) -> Iterator[Finding]:
         yield _fail("ray", "it is not installed", fix)
     if machine.stray_token:
         seen = "a token in ~/.ray turns authentication on, which other nodes may not expect"
-        fix = "RAY_AUTH_MODE=token or RAY_AUTH_MODE=disabled, the same on every node"
+        fix = "set RAY_AUTH_MODE=token or RAY_AUTH_MODE=disabled, the same on every node"
         yield _warn("ray token", seen, fix)
     if not address:
         yield _ok("cluster", "no address given: `rayzero run` starts a local cluster")
@@ -161,7 +164,7 @@ def _check_cluster(probe: ProbeResult | None, address: str) -> Iterator[Finding]
     if probe is None:
         return
     if probe.error:
-        fix = "--address or RAY_ADDRESS; the same Ray version and RAY_AUTH_MODE as the head's"
+        fix = "check --address or RAY_ADDRESS; use the head's Ray version and RAY_AUTH_MODE"
         yield _fail("cluster", f"{address}: {probe.error}", fix)
         return
     facts = probe.facts
@@ -169,11 +172,11 @@ def _check_cluster(probe: ProbeResult | None, address: str) -> Iterator[Finding]
     seen = f"{facts['nodes']} nodes, {facts['cpus']:g} CPUs, {facts['gpus']:g} GPUs; {free}"
     yield _ok("cluster", seen)
     if facts["cpus"] < 1:
-        fix = "worker nodes, or an autoscaler that adds them when a job asks"
+        fix = "add worker nodes, or an autoscaler that adds them when a job needs them"
         yield _warn("cluster resources", "no CPUs for workers", fix)
     for job, number in facts["left"].items():
         seen = f"job {job} has no process, and has left {number} actors and reservations"
-        fix = f"`rayzero stop {job} --address {address}`; they also end themselves"
+        fix = f"run `rayzero stop {job} --address {address}`; they also end by themselves"
         yield _warn("leftovers", seen, fix)
     short = [limit_s for limit_s in facts["reconnect_s"].values() if limit_s <= RAY_RECONNECT_S]
     if short:
@@ -181,36 +184,38 @@ def _check_cluster(probe: ProbeResult | None, address: str) -> Iterator[Finding]
             f"the head can come back, but {len(short)} nodes end {max(short):g} s after it is "
             "lost, and the workers there"
         )
-        fix = "RAY_gcs_rpc_server_reconnect_timeout_s=600 in the environment of `ray start` there"
+        fix = (
+            "set RAY_gcs_rpc_server_reconnect_timeout_s=600 in the environment of `ray start` there"
+        )
         yield _warn("lost head", seen, fix)
     if facts["leaving"]:
         seen = f"nodes being drained: {facts['leaving']}"
-        yield _warn("cluster resources", seen, "nothing; jobs do not use them")
+        yield _warn("cluster resources", seen, "do nothing; jobs do not use them")
 
 
 def _check_machine(machine: MachineFacts) -> Iterator[Finding]:
-    mount = "docker run --shm-size=8g, head.shmSize and workers.shmSize of the chart"
+    settings = "docker run --shm-size=8g, head.shmSize and workers.shmSize of the chart"
     if machine.memfd_error:
-        fix = "a kernel and seccomp profile that allow memfd_create (RuntimeDefault does)"
+        fix = "use a kernel and seccomp profile that allow memfd_create (RuntimeDefault does)"
         yield _fail("shared memory", machine.memfd_error, fix)
     elif machine.shm_bytes is None:
-        yield _warn("shared memory", "there is no /dev/shm", f"mount it: {mount}")
+        yield _warn("shared memory", "there is no /dev/shm", f"mount it: {settings}")
     elif machine.shm_bytes < _MIN_SHM_BYTES:
         seen = f"/dev/shm has {machine.shm_bytes / _MIB:.0f} MiB, for Ray's objects and NCCL"
-        yield _warn("shared memory", seen, mount)
+        yield _warn("shared memory", seen, f"enlarge it: {settings}")
     else:
         yield _ok("shared memory", f"/dev/shm has {machine.shm_bytes / _GIB:.1f} GiB")
     soft, hard = machine.open_files
     if hard < _MIN_OPEN_FILES:
         service = "LimitNOFILE of the service, docker run --ulimit"
-        fix = f"ulimit -Hn {_MIN_OPEN_FILES} or more ({service})"
+        fix = f"raise it: ulimit -Hn {_MIN_OPEN_FILES} or more ({service})"
         yield _warn("open files", f"at most {hard}", fix)
     else:
         yield _ok("open files", f"{soft}, at most {hard}")
 
 
 def _check_nodes(facts: SystemFacts) -> Iterator[Finding]:
-    """Yields what the checks of nodes say that a job makes, too: of this machine, and of the
+    """Yields the findings of the node checks that a job makes, too, for this machine and for the
     cluster's nodes."""
     reports = {"this machine": HealthReport.of(facts.health.facts, facts.health.error)}
     nodes = {} if facts.cluster is None else facts.cluster.facts.get("health", {})
@@ -222,7 +227,7 @@ def _check_nodes(facts: SystemFacts) -> Iterator[Finding]:
         for check in failed.get(name, ()):
             yield _warn("health", f"{name}: {check.text}", f"{check.fix}; jobs avoid such nodes")
         if report.incomplete:
-            fix = "the process `python -m rayzero.workers.vault.node_probe` on that machine"
+            fix = "run `python -m rayzero.workers.vault.node_probe` on that machine"
             yield _warn("health", f"{name}: {report.incomplete}", fix)
         elif name not in failed:
             yield _ok("health", f"{name}: {health.describe_speeds(report)}")
@@ -230,17 +235,17 @@ def _check_nodes(facts: SystemFacts) -> Iterator[Finding]:
 
 def _check_storage(probe: ProbeResult, place: str) -> Iterator[Finding]:
     if probe.error:
-        fix = probe.facts.get("fix") or "checkpoint.path, and the rights or credentials for it"
+        fix = probe.facts.get("fix") or "check checkpoint.path, and the rights or credentials"
         yield _fail("checkpoints", f"{place}: {probe.error}", str(fix))
         return
     write_s, nbytes = probe.facts["write_s"], probe.facts["nbytes"]
     seen = f"{place}: {nbytes / _MIB:.0f} MiB written, read and removed"
     if write_s > _SLOW_WRITE_S:
-        fix = "nothing, if checkpoints may take long: training does not wait for them"
+        fix = "use a faster store, unless checkpoints may take long: training does not wait"
         yield _warn("checkpoints", f"{seen}, in {write_s:.1f} s", fix)
     else:
         yield _ok("checkpoints", f"{seen}; written in {write_s:.2f} s")
     free = probe.facts.get("free_bytes")
     if free is not None and free < _MIN_FREE_BYTES:
         seen = f"{free / _GIB:.1f} GiB are free there"
-        yield _warn("disk space", seen, "free some, or checkpoint.path")
+        yield _warn("disk space", seen, "free some space, or change checkpoint.path")

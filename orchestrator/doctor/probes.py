@@ -1,7 +1,7 @@
 """Probes that run in processes of their own: `python -m rayzero.orchestrator.doctor.probes NAME`.
 
-`cluster` takes an address as an argument, `storage` a path or URL on stdin: a URL may contain
-credentials, and every user of a machine can read command lines.
+`cluster` takes an address as an argument. `storage` takes a path or URL on stdin, because a URL may
+contain credentials, and every user of a machine can read command lines.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from rayzero.orchestrator.cluster.addresses import RECONNECT_VARIABLE
 
 _TEST_BYTES = 4 * 2**20
 _NODE_LIMIT_S = 15.0
-_NODES_LIMIT_S = 30.0  # less than that of the probe of the whole cluster
-_ANSWER_S = 10.0  # of nodes, which may have to start a process first
-_MAX_NODES = 64  # that are asked
+_NODES_LIMIT_S = 30.0  # below the limit for the probe of the whole cluster
+_ANSWER_S = 10.0  # limit for a node's answer; Ray may have to start a process there first
+_MAX_NODES = 64  # how many nodes are asked for their settings
 _STORES = ("RAY_REDIS_ADDRESS", "RAY_gcs_storage_path")
 RAY_RECONNECT_S = 60.0
 """Ray's default for the time that nodes wait for a lost head."""
 
 
 def check_cluster(address: str) -> dict[str, Any]:
-    """Number of nodes, total and free resources, and in `health` what each node has measured, or
-    why it has not. Raises ConfigError if there is no cluster at that
-    address, or it rejects the connection."""
+    """Returns the number of nodes, total and free resources, and, in `health`, the measurements of
+    each node, or why there are none. Raises ConfigError if there is no cluster at that address, or
+    it rejects the connection."""
     from rayzero.orchestrator.cluster.connect import connect
     from rayzero.orchestrator.cluster.ray_api import draining_node_ids, node_snapshot
     from rayzero.workers.lifetimes import find_owned, has_process
@@ -55,7 +55,8 @@ def check_cluster(address: str) -> dict[str, Any]:
 
 
 def _check_node() -> dict[str, Any]:
-    """The facts of the node's probe, in a task there, and the time of its clock."""
+    """Runs the probe of a node. Returns its facts, and the time of the node's clock. Runs in a task
+    on the node."""
     from rayzero.workers.probe_process import run_probe
     from rayzero.workers.vault.health import NODE_PROBE
 
@@ -64,7 +65,8 @@ def _check_node() -> dict[str, Any]:
 
 
 def _check_nodes() -> dict[str, Any]:
-    """Returns the facts of each node's probe, with `clock`; or why there are none."""
+    """Returns the facts of each node's probe, with `clock`; or a text in `trouble`, why there are
+    none."""
     from rayzero.orchestrator.cluster.ray_api import ask_nodes, node_capacities, node_names
     from rayzero.workers.vault.health import clock_offset_s
 
@@ -76,37 +78,40 @@ def _check_nodes() -> dict[str, Any]:
         if isinstance(facts, dict):
             facts["clock"] = clock_offset_s(facts.pop("unix_s"), asked_s, received_s)
     return {
-        f"{names[node]} ({node[:8]})": it if isinstance(it, dict) else {"trouble": first_line(it)}
-        for node, it in results.items()
+        f"{names[node]} ({node[:8]})": (
+            facts if isinstance(facts, dict) else {"trouble": first_line(facts)}
+        )
+        for node, facts in results.items()
     }
 
 
 def reconnect_limits() -> dict[str, float]:
-    """The time that the nodes of the connected cluster wait for a lost head, by id, if the head has
-    a store from which it can come back. Nodes that do not answer in time are left out."""
+    """Returns how long the nodes of the connected cluster wait for a lost head, by node id. Empty
+    if the head has no store from which it can come back. Leaves out nodes that do not answer."""
     from rayzero.orchestrator.cluster.ray_api import ask_nodes, head_node_id, node_capacities
 
     nodes = list(node_capacities())[:_MAX_NODES]
     head = head_node_id()
     answers = ask_nodes(read_settings, [] if head is None else [head], _ANSWER_S)
-    settings = [found for found in answers.values() if isinstance(found, dict)]
-    if not any(name in found for found in settings for name in _STORES):
+    head_settings = [settings for settings in answers.values() if isinstance(settings, dict)]
+    if not any(name in settings for settings in head_settings for name in _STORES):
         return {}
     answers = ask_nodes(read_settings, set(nodes) - {head}, _ANSWER_S)
-    found = {node: it for node, it in answers.items() if isinstance(it, dict)}
     return {
-        node: float(it.get(RECONNECT_VARIABLE) or RAY_RECONNECT_S) for node, it in found.items()
+        node: float(settings.get(RECONNECT_VARIABLE) or RAY_RECONNECT_S)
+        for node, settings in answers.items()
+        if isinstance(settings, dict)
     }
 
 
 def read_settings() -> dict[str, str]:
-    """Returns those of Ray's settings in this process's environment that are about lost heads."""
+    """Returns Ray's settings about lost heads in this process's environment."""
     return {name: os.environ[name] for name in (*_STORES, RECONNECT_VARIABLE) if name in os.environ}
 
 
 def check_storage(place: str) -> dict[str, Any]:
-    """Writes, reads and removes a file through the store that checkpoints use; if the folder does
-    not exist yet, in its nearest existing parent. Returns the seconds of a durable write, its
+    """Writes, reads and removes a file through the store that checkpoints use. If the folder does
+    not exist yet, uses its nearest existing parent. Returns the seconds of a durable write, its
     bytes, and for a folder the free bytes. Raises RayzeroError if the folder or URL cannot be
     used."""
     from rayzero.engine.checkpoint.store import is_remote, open_store

@@ -1,8 +1,8 @@
 """The Ray actor of a job: a process and an event loop for its controller.
 
-The actor is detached, so it outlives the client that submitted the job. It ends the workers and the
-vaults, which are detached, too: they outlive it when its node is lost. It ends itself once the job
-has ended and a client has fetched the end.
+The actor is detached, so it outlives the client that submitted the job. Workers and vaults are also
+detached, so that they survive the loss of the actor's node; the actor ends them. The actor
+exits once the job has ended and a client has fetched the end.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ from rayzero.workers.lifetimes import end_owned
 
 FETCH_LINGER_S = 15.0
 """How long the process waits for its end to be fetched, if a client polled recently."""
-UNWATCHED_LINGER_S = 2.0  # the same if none did
+UNWATCHED_LINGER_S = 2.0  # the same if no client polled recently
 LOG_READ_LINGER_S = 5.0  # how long the process waits for the readers of its log
-RECORD_TIMEOUT_S = 5.0  # limit for recording the end in the cluster, and for ending what is left
+RECORD_TIMEOUT_S = 5.0  # limit for recording the end in the cluster, and for ending leftovers
 START_WAIT_S = 10.0  # how long a command waits for a job that is starting
-JOURNAL_WAIT_S = 3.0  # how long `scale` waits for the journal's disk; less than its client does
+JOURNAL_WAIT_S = 3.0  # how long `scale` waits for the journal's disk; below the client's limit
 _START_POLL_S = 0.05
 _LOG_READER_IDLE_S = 1.5  # a reader that has not asked for this long has stopped
 _RECENT_POLL_S = 10.0
@@ -74,7 +74,7 @@ _REPLY_FLUSH_S = 0.2  # between the last reply and the end of the process
 
 @dataclass(frozen=True)
 class JobRun:
-    """The parts of a run; complete from the start."""
+    """The parts of a run, built once the job has started."""
 
     recorder: JobRecorder
     telemetry: Telemetry
@@ -98,7 +98,7 @@ class JobActor:
         self._lease: AwaitedLease | None = None
         self._vaults: VaultGroup | None = None
         self._run: JobRun | None = None  # None while the job is starting
-        self._has_begun = False  # owns its name and its folder: it is not refused any more
+        self._has_begun = False  # owns the job's name and folder, and can no longer be refused
         self._stop_requested = False
         self._last_poll_s = float("-inf")
         self._last_log_read_s = float("-inf")
@@ -112,11 +112,11 @@ class JobActor:
         return await self._events.fetch_since(run, since, timeout_s)
 
     async def acknowledge_end(self) -> None:
-        """A client has the end of the job; the process does not wait for others."""
+        """Records that a client has fetched the job's end. The process waits for no other one."""
         self._end_acknowledged.set()
 
     async def spec(self) -> JobSpec | None:
-        """The running job; None once it has ended."""
+        """Returns the spec of the running job; None once the job has ended."""
         return None if self._events.ended is not None else self._plan.spec
 
     async def status(self) -> JobStatus:
@@ -139,8 +139,8 @@ class JobActor:
         return self._started().telemetry.snapshot()
 
     async def scale(self, min_workers: int, max_workers: int, role: str = "") -> str:
-        """Calls `Controller.scale`, and returns once the limits are in the journal: a job that is
-        adopted keeps them. Raises JobFailedError if the job is not running."""
+        """Calls `Controller.scale`. Returns once the limits are in the journal, so that a process
+        that adopts the job keeps them. Raises JobFailedError if the job is not running."""
         reply = (await self._running_controller()).scale(min_workers, max_workers, role)
         if await asyncio.to_thread(self._started().recorder.flush_journal, JOURNAL_WAIT_S):
             return reply
@@ -151,7 +151,7 @@ class JobActor:
         return await (await self._running_controller()).inject(faults)
 
     async def log(self, position: LogPosition) -> tuple[bytes, LogPosition]:
-        """Calls `read_log`, in a thread. The process waits for its readers at the end."""
+        """Calls `read_log`, in a thread. At the job's end the process waits for such readers."""
         self._last_log_read_s = self._clock.now()
         return await asyncio.to_thread(read_log, self._plan.log_path, position)
 
@@ -167,7 +167,7 @@ class JobActor:
         return self._run
 
     async def _running_controller(self) -> Controller:
-        """Waits while the job starts: its client may ask right after `submit`."""
+        """Returns the controller. Waits while the job starts: clients may call after `submit`."""
         limit_s = self._clock.now() + START_WAIT_S
         while self._run is None and self._events.ended is None and self._clock.now() < limit_s:
             await asyncio.sleep(_START_POLL_S)
@@ -176,7 +176,7 @@ class JobActor:
         return self._started().controller
 
     def _warn(self, text: str) -> None:
-        """Thread-safe."""
+        """Emits a warning. Thread-safe."""
         self._loop.call_soon_threadsafe(self._events.on_event, JobWarning(redact_url(text)))
 
     async def _main(self) -> None:
@@ -202,7 +202,7 @@ class JobActor:
                 await self._end_acknowledged.wait()
         await self._wait_log_readers()
         await asyncio.sleep(_REPLY_FLUSH_S)
-        # A head that was away may come back, until all that is left has ended itself.
+        # A head that has not answered may come back before the leftovers have ended by themselves.
         are_ended = are_ended or await self._end_leftovers(self._plan.spec.recovery.orphan_s)
         if are_ended and not is_stored:
             await self._store_end(ended)
@@ -210,7 +210,7 @@ class JobActor:
 
     async def _end_leftovers(self, limit_s: float) -> bool:
         """Ends what the controller has not ended of this run, such as a worker that an earlier
-        process started. False: the head has not answered. What is left then ends itself."""
+        process started. Returns False if the head does not answer: then they end themselves."""
         run = self._plan.worker_spec.run
         with suppress(RayError, TimeoutError):
             async with asyncio.timeout(limit_s):
@@ -230,7 +230,7 @@ class JobActor:
                 self._plan.job_folder,
                 new_claim(spec.name, spec.checkpoint.lease_s),
                 self._warn,
-                is_released if trains else self._is_stopped,  # what trains needs it for its end
+                is_released if trains else self._is_stopped,  # even a stop writes, if it trains
                 trains=trains,
                 run=self._plan.worker_spec.run,
                 on_lost=give_up,
@@ -249,20 +249,20 @@ class JobActor:
             self._lease.check()
 
     def _give_up_folder(self, error: RayzeroError) -> None:
-        """Another process owns the job's folder."""
+        """Ends the run without writing into the job's folder, which another process owns."""
         if self._run is not None:
             self._run.recorder.stop_journal()
             self._tasks.append(self._loop.create_task(self._give_up(self._run, error)))
 
     async def _give_up(self, run: JobRun, error: RayzeroError) -> None:
-        """Ends this process's workers and vaults, unless the other process has them: it is this
-        actor's, too, where Ray took this node for lost."""
+        """Ends the run. If Ray took this node for lost and has started another process of this
+        actor, the vaults obey that one. Asking them then ends this process, but no worker."""
         if self._vaults is not None:
             await self._vaults.ask_all(SILENT_S)
         run.controller.post_event(machine.FaultFatal(error))
 
     def _write_folder_again(self) -> None:
-        """The job's folder was removed, and is there again."""
+        """Writes the job's state again, after its folder was removed and made again."""
         if self._run is not None:
             self._run.recorder.write_again()
             self._run.controller.on_folder_removed()
@@ -275,18 +275,18 @@ class JobActor:
             plan.worker_spec, taken.epoch, orphan_s, end_fenced_process
         )
 
-        def indices_from_first() -> Iterator[int]:  # asked once the vaults are attached
+        def indices_from_first() -> Iterator[int]:
+            # Runs at the first `next`: `last_worker` is known once the vaults are attached.
             yield from count(max(taken.first_index, vaults.last_worker + 1))
 
-        # Of all workers, by which agents know them.
-        indices = indices_from_first()
+        indices = indices_from_first()  # shared by all groups: agents know workers by their index
         clock, can_grow = self._clock, self._can_grow
         workers = WorkerGroup(plan.worker_spec, clock, can_grow, vaults, indices=indices)
         roles = {
             role.name: WorkerGroup(role.worker_spec, clock, can_grow, vaults, RoleActor, indices)
             for role in plan.roles
         }
-        if taken.living is not None:  # before the vaults, which pass on what the workers have sent
+        if taken.living is not None:  # before the vaults, which pass on the workers' messages
             for group in (workers, *roles.values()):
                 taken.living.hand_over(group)
         await vaults.attach(taken.vaults)
@@ -316,16 +316,17 @@ class JobActor:
         vaults: VaultGroup,
         roles: Mapping[str, WorkerGroup],
     ) -> JobRun:
-        """Builds the run. Raises as `Telemetry`."""
-        plan, warn, past, check_lease = self._plan, self._warn, taken.past, self._check_lease
+        """Builds the parts of the run. Raises as `Telemetry`."""
+        plan, past = self._plan, taken.past
+        warn, check_lease = self._warn, self._check_lease
         found = None if taken.living is None else taken.living.found
-        if found is None:  # it exists if and only if the last run succeeded
+        if found is None:  # the summary exists if and only if the last run succeeded
             await asyncio.to_thread(remove_summary, plan)
         clock, events = Clock(), EventBus(past.lost)
         telemetry = await asyncio.to_thread(lambda: Telemetry(plan, clock, self._writer, events))
         if past.lost is not None:
             await asyncio.to_thread(telemetry.restore_curves, plan.job_folder, warn)
-        # After the telemetry, whose wall time its entries include.
+        # After the telemetry: entries of the journal include its wall time.
         recorder = JobRecorder(
             plan, self._events, self._writer, events, telemetry.seconds, check_lease, warn
         )
@@ -369,7 +370,7 @@ class JobActor:
         return EndedJob(status, outcome)
 
     async def _store_end(self, ended: EndedJob) -> bool:
-        """Records the end in the cluster, before clients see it. False: the head did not answer."""
+        """Records the end in the cluster. Returns False if the head did not answer."""
         if not self._has_begun:
             return True
         if self._run is not None and not self._run.recorder.is_journal_written:

@@ -52,15 +52,15 @@ EntryPoint: TypeAlias = str | Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Role:
-    """Workers of a job that are no ranks, with a function of their own: generators, rewards,
-    servers. Each is started again alone.
+    """Workers of a job that are not ranks and run a function of their own, such as generators,
+    reward models or servers. A worker that is lost is restarted without affecting the others.
 
     Args:
         entrypoint: `module:function`, or a function of one argument, `RoleContext`.
         workers: number and resources of the workers.
         args: available to the function as ctx.args.
         recovery: as in `roles:` of a job file.
-        takes: what its tasks are made of: "prompts", or the name of another role; see
+        takes: source of the role's tasks: "prompts", or the name of another role; see
             `RoleContext.tasks`.
     """
 
@@ -71,7 +71,7 @@ class Role:
     takes: str | None = None
 
     def document(self) -> dict[str, Any]:
-        """The role as in a job file, with the function's name."""
+        """Returns the role as in a job file, with the name of its function."""
         if not isinstance(self.entrypoint, str):
             check_function(self.entrypoint)
         values = {**vars(self), "entrypoint": _entrypoint_name(self.entrypoint)}
@@ -89,8 +89,8 @@ class Job:
         args: available to the function as ctx.args.
         steps: optimizer steps, available as ctx.steps.
         roles: other workers of the job, by the name of their role.
-        restart: start from scratch, and set the files of the last run of this name aside, in NAME.1
-            or the next number (checkpoint.resume: scratch).
+        restart: starts from scratch, and moves the files of the last run of this name to NAME.1, or
+            the next free number (checkpoint.resume: scratch).
         settings: any other key of the job file, such as seed, checkpoint, recovery.
 
     Raises:
@@ -135,9 +135,11 @@ class Job:
 
     @classmethod
     def from_spec(cls, spec: JobSpec) -> Job:
-        """A job from a validated spec, as `job_file` loads it."""
+        """Returns a job with a validated spec, as `job_file` loads it."""
         job = cls.__new__(cls)
-        job._function, job._role_functions, job.spec = None, {}, spec
+        job._function = None
+        job._role_functions = {}
+        job.spec = spec
         return job
 
     def __repr__(self) -> str:
@@ -145,13 +147,10 @@ class Job:
         limits = (
             f"{workers.min}" if workers.most == workers.min else f"{workers.min}:{workers.most}"
         )
-        what = (
-            self.spec.entrypoint
-            if self.spec.launch is None
-            else (self.spec.launch.script or self.spec.launch.module)
-        )
+        launch = self.spec.launch
+        code = self.spec.entrypoint if launch is None else (launch.script or launch.module)
         of_steps = "" if steps is None else f", {steps} steps"
-        return f"<Job {self.spec.name!r}: {what}, workers {limits}{of_steps}>"
+        return f"<Job {self.spec.name!r}: {code}, workers {limits}{of_steps}>"
 
     @short_traceback
     def submit(self, address: str | None = None, observer: JobObserver | None = None) -> JobHandle:
@@ -159,7 +158,8 @@ class Job:
         process ends, except in a local cluster, which ends with this process.
 
         Args:
-            address: of a Ray cluster; by default RAY_ADDRESS, or else a new local cluster.
+            address: address of a Ray cluster. The default is RAY_ADDRESS, or else a new local
+                cluster.
             observer: gets the job's events, in a thread of this process.
 
         Raises:
@@ -176,7 +176,7 @@ class Job:
         """Submits as `submit` does.
 
         Args:
-            local: a local cluster to start, if it comes to that; by default one is made.
+            local: the local cluster to start if there is no address; by default a new one.
         """
         plan = self._make_plan()
         is_local = _starts_cluster(address)
@@ -192,7 +192,7 @@ class Job:
         return self._start(plan, connect(address, local), observer)
 
     def submit_to(self, cluster: ClusterConnection, observer: JobObserver) -> JobHandle:
-        """Submits as `submit` does, to a cluster that is connected to."""
+        """Submits as `submit` does, to a cluster to which this process is connected."""
         return self._start(self._make_plan(), cluster, observer)
 
     def _start(self, plan: JobPlan, cluster: ClusterConnection, observer: JobObserver) -> JobHandle:
@@ -208,13 +208,13 @@ class Job:
     def attach(
         cls, name: str, address: str | None = None, observer: JobObserver | None = None
     ) -> JobHandle:
-        """A handle on a running job, or on one that has ended, as long as its cluster has the
-        record of the end (`status`, `result`, `logs`).
+        """Returns a handle on a running job. For a job that has ended, the handle offers `status`,
+        `result` and `logs`, as long as the cluster keeps the record of the end.
 
         Args:
-            address: of its Ray cluster; by default RAY_ADDRESS, or every cluster whose head node
-                is this machine.
-            observer: gets the newest state and step, and then the events to come.
+            address: address of the job's Ray cluster. The default is RAY_ADDRESS, or else every
+                cluster whose head node is this machine.
+            observer: gets the newest state and step, and then all later events.
 
         Raises:
             ConfigError: no cluster has a job of that name.
@@ -228,9 +228,9 @@ class Job:
 
     @short_traceback
     def run(self, address: str | None = None, observer: JobObserver | None = None) -> JobResult:
-        """Runs the job and waits for its end. The first Ctrl-C requests its stop and waits for it,
-        a last checkpoint included; the second ends a local cluster, and leaves the stop to any
-        other. Another exception in this process stops the job, too.
+        """Runs the job and waits for its end. The first Ctrl-C stops the job, with a last
+        checkpoint, and waits for that. The second one kills a local cluster; on any other cluster
+        the job completes the stop by itself. Another exception in this process stops the job, too.
 
         Args:
             address: as for `submit`.
@@ -238,8 +238,8 @@ class Job:
 
         Raises:
             JobFailedError, ConfigError: the job failed.
-            JobStoppedError: it was stopped, but not by Ctrl-C.
-            KeyboardInterrupt: it was stopped by Ctrl-C.
+            JobStoppedError: the job was stopped, but not by Ctrl-C.
+            KeyboardInterrupt: the job was stopped by Ctrl-C.
         """
         with StopSignals.of_caller() as signals:
             if observer is not None:
@@ -266,7 +266,7 @@ class Job:
                 raise
             raise JobInterrupted(str(stopped)) from None
         except KeyboardInterrupt:
-            if signals.first is not None:  # the second
+            if signals.first is not None:  # this is the second Ctrl-C
                 handle.close()
                 text = f"job {self.spec.name!r}: a second Ctrl-C {handle.on_hard_exit}"
                 raise JobInterrupted(text) from None
@@ -278,18 +278,17 @@ class Job:
 
     def _make_plan(self) -> JobPlan:
         source = hash_source(self.spec, os.getcwd(), self._function)
-        functions = {name: _pickle(it) for name, it in self._role_functions.items()}
-        function = self._function
-        entrypoint = self.spec.entrypoint if function is None else _pickle(function)
-        by_value = function is not None or bool(functions)
+        functions = {name: _pickle(function) for name, function in self._role_functions.items()}
+        entrypoint = self.spec.entrypoint if self._function is None else _pickle(self._function)
+        by_value = self._function is not None or bool(functions)
         paths = tuple(sys.path) if by_value else ()
         return make_plan(self.spec, entrypoint, paths, source, functions)
 
 
 def start_or_attach(plan: JobPlan, can_grow: bool) -> JobProcess:
-    """The process of a running job with the same spec, or else a new one. Raises ConfigError if a
-    different job of that name is running; JobFailedError if the job of that name does not
-    answer."""
+    """Returns the process of a running job with the same spec, or else starts one. Raises
+    ConfigError if a different job of that name is running; JobFailedError if the job of that name
+    does not answer."""
     name = plan.spec.name
     deadline_s = time.monotonic() + EXIT_TIMEOUT_S
     while time.monotonic() < deadline_s:
@@ -303,7 +302,7 @@ def start_or_attach(plan: JobPlan, can_grow: bool) -> JobProcess:
         except ConfigError:
             raise
         except (ValueError, JobProcessLostError):
-            pass  # another client has just started it, or the last run has just exited
+            pass  # another client has just started the job, or its last process has just exited
         except JobUnavailableError as unavailable:
             raise JobFailedError(f"a job called {name!r} is running: {unavailable.seen}") from None
         time.sleep(_RETRY_INTERVAL_S)
@@ -321,7 +320,7 @@ def _attach_to_running(process: JobProcess, running: JobSpec, spec: JobSpec) -> 
         raise ConfigError(
             f"a different job called {spec.name!r} is running:\n{lines}",
             allowed="the same job, to attach to it; workers.min and workers.max may differ",
-            fix=f"`rayzero stop {spec.name}`, or another name",
+            fix=f"run `rayzero stop {spec.name}`, or choose another name",
         )
     if diffs:
         process.call(JobActor.scale, spec.workers.min, spec.workers.most)
@@ -332,7 +331,7 @@ def _starts_cluster(address: str | None) -> bool:
 
 
 def _pickle(function: Callable[[Any], Any]) -> bytes:
-    """Pickles a function, by value if the workers cannot import it. Raises ConfigError that names
+    """Pickles a function, by value if the workers cannot import it. Raises a ConfigError that names
     what cannot be pickled."""
     try:
         return cast(bytes, cloudpickle.dumps(function))  # type: ignore[no-untyped-call]
@@ -340,7 +339,10 @@ def _pickle(function: Callable[[Any], Any]) -> bytes:
         name = _entrypoint_name(function)
         failures: Any  # older versions of Ray have other attributes
         _, failures = inspect_serializability(function, name, print_file=StringIO())
-        paths = [it.path if hasattr(it, "path") else (name, it.name) for it in failures]
+        paths = [
+            failure.path if hasattr(failure, "path") else (name, failure.name)
+            for failure in failures
+        ]
         used = sorted({".".join(map(str, path[1:3])) for path in paths if len(path) > 1})
         what = f"uses {' and '.join(used)}, which" if used else "which"
         raise ConfigError(

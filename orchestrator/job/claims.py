@@ -31,7 +31,7 @@ class ProcessIdentity:
     Args:
         boot: boot id of the host's kernel.
         space: PID namespace.
-        started: clock ticks since the boot, because PIDs are reused.
+        started: start of the process in clock ticks since the boot, because PIDs are reused.
     """
 
     host: str
@@ -50,8 +50,8 @@ class Claim:
         holds: True once the lease is acquired.
         epoch: increases with every holder.
         beat: increases with every renewal.
-        lease_s: a claim without a renewal for this long is lost. A file with one that no job can
-            have is no claim: nobody would wait for its end.
+        lease_s: a claim without a renewal for this long is lost. A file with a value beyond the
+            limits is ignored, because nobody would wait for the end of such a claim.
     """
 
     id: str
@@ -64,11 +64,11 @@ class Claim:
 
 
 def new_claim(job: str, lease_s: float) -> Claim:
-    """The claim of a process that is about to acquire a folder."""
+    """Returns the claim of a process that is about to acquire a folder."""
     return Claim(secrets.token_hex(8), job, this_process(), lease_s)
 
 
-CLAIM_FORMAT = TypeAdapter(Claim)  # of claim files, in JSON
+CLAIM_FORMAT = TypeAdapter(Claim)  # reads and writes claim files, which are JSON
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ class OtherClaim:
     """An observation of another process's claim.
 
     Args:
-        process_gone: its process has ended; None when this host cannot know.
-        renewed: it was renewed since it was first seen.
-        observed_s: since it was first seen, or last changed.
-        age_s: since it was written, by the store's clock.
+        process_gone: the claim's process has ended; None if this host cannot know.
+        renewed: the claim was renewed since this process first saw it.
+        observed_s: time since this process first saw the claim, or saw it change.
+        age_s: time since the claim was written, by the store's clock.
     """
 
     claim: Claim
@@ -95,7 +95,8 @@ def this_process() -> ProcessIdentity:
 
 
 def is_process_gone(process: ProcessIdentity) -> bool | None:
-    """None if it runs on another host or in another PID namespace."""
+    """Returns whether a process has ended; None for one on another host or in another PID
+    namespace."""
     if (process.boot, process.space) != _boot_and_pid_namespace():
         return None
     return _start_ticks(process.pid) != process.started
@@ -107,7 +108,8 @@ def _boot_and_pid_namespace() -> tuple[str, str]:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """None if the process does not run, or is a zombie."""
+    """Returns when a process was started, in clock ticks since the boot; None if it does not run,
+    or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -117,14 +119,16 @@ def _start_ticks(pid: int) -> int | None:
 
 
 class ClaimState(Enum):
+    """State of another process's claim, as `classify_claim` sees it."""
+
     LOST = auto()
     HELD = auto()
-    UNDECIDED = auto()
-    BACK_OFF = auto()  # the other process acquires, too, and has the smaller id
+    UNDECIDED = auto()  # may become any of the others
+    BACK_OFF = auto()  # the other process is acquiring the folder, too, and has the smaller id
 
 
 def classify_claim(other: OtherClaim, own: Claim) -> ClaimState:
-    """The state of another claim, for a process that acquires."""
+    """Returns the state of another process's claim, for a process that acquires the folder."""
     claim = other.claim
     expired = other.age_s > claim.lease_s + CLOCK_SLACK_S
     expired = expired or (other.observed_s > claim.lease_s and not other.renewed)
@@ -152,7 +156,7 @@ class ClaimStore:
         open_store(self._url).remove(f"{id_}.json")
 
     def list_others(self, own_id: str) -> tuple[tuple[OtherClaim, ...], bool]:
-        """All other claims, and True if the own claim exists."""
+        """Returns the claims of all other processes, and whether the own claim exists."""
         store = open_store(self._url)
         times = {
             match[1]: entry.modified_s
@@ -162,7 +166,7 @@ class ClaimStore:
         now_s = times.get(own_id, 0.0)  # by the store's clock; 0 if unknown
         others = []
         for id_ in sorted(times.keys() - {own_id}):
-            with suppress(StoreError, ValidationError):  # deleted since the listing, or no claim
+            with suppress(StoreError, ValidationError):  # deleted since, or not a claim's file
                 claim = CLAIM_FORMAT.validate_json(store.read(f"{id_}.json"))
                 if claim.id == id_:
                     others.append(self._observe(claim, max(0.0, now_s - times[id_])))

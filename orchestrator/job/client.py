@@ -1,4 +1,4 @@
-"""A client's side of a job's process, a detached Ray actor, and of its log."""
+"""A client's access to a job's process, which is a detached Ray actor, and to the job's log."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ Ts = TypeVarTuple("Ts")
 MAX_RESTARTS = 20  # how often Ray restarts a job's process; each time it adopts its own run
 CALL_TIMEOUT_S = 15.0  # limit for a reply of a job's process, which a recovery may keep busy
 LOG_TASK_TIMEOUT_S = 60.0
-"""Limit for a task on another node, which may have to start a worker process first."""
+"""Limit for a task that reads the log on another node. Ray may have to start a process for it."""
 LOG_POLL_S = 0.5
-_MAX_CONCURRENT_CALLS = 1000  # each subscriber always has one waiting in the job's process
+_MAX_CONCURRENT_CALLS = 1000  # each follower always has one call waiting in the job's process
 
 
 class JobUnavailableError(JobFailedError):
@@ -47,14 +47,14 @@ class JobProcessLostError(JobFailedError):
 
 @dataclass(frozen=True)
 class JobProcess:
-    """The process of the job of that name in the connected cluster."""
+    """The process of the job `name` in the connected cluster."""
 
     name: str
     actor: Any
 
     @classmethod
     def start(cls, plan: JobPlan, can_grow: bool) -> JobProcess:
-        """Raises ValueError if a job of that name has a process already."""
+        """Starts the process of a job. Raises ValueError if a job of that name has one already."""
         name = plan.spec.name
         actor = ray.remote(JobActor).options(
             name=job_actor_name(name),
@@ -69,7 +69,7 @@ class JobProcess:
 
     @classmethod
     def find(cls, name: str) -> JobProcess | None:
-        """None if the cluster has no process of that job."""
+        """Returns the process of a job; None if the cluster has none."""
         try:
             return cls(name, ray.get_actor(job_actor_name(name), namespace=NAMESPACE))
         except ValueError:
@@ -81,9 +81,9 @@ class JobProcess:
         *args: *Ts,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> T:
-        """Calls a method of `JobActor` in the process, and raises what it raises;
-        JobUnavailableError if there is no reply within `timeout_s`, or the process is being
-        restarted; JobProcessLostError if it has ended."""
+        """Calls a method of `JobActor` in the process. Raises what the method raises;
+        JobUnavailableError if there is no reply within `timeout_s`, or Ray is restarting the
+        process; JobProcessLostError if the process has ended."""
         process, remote = f"the process of job {self.name!r}", getattr(self.actor, method.__name__)
         try:
             reply: T = ray.get(remote.remote(*args), timeout=timeout_s)
@@ -99,12 +99,12 @@ class JobProcess:
             raise JobFailedError(f"{process} failed: {first_line(cause)}") from None
 
     def request_stop(self) -> None:
-        """Does not wait for a reply. Safe in a signal handler."""
+        """Requests the job's end without waiting for a reply. Safe in a signal handler."""
         self.actor.stop.remote()
 
 
 def list_running() -> list[JobProcess]:
-    """The jobs with a process in the connected cluster, sorted by name."""
+    """Returns the processes of all jobs in the connected cluster, sorted by name."""
     actors: list[dict[str, str]] = list_named_actors(all_namespaces=True)
     names = sorted(actor["name"] for actor in actors if actor["namespace"] == NAMESPACE)
     jobs = [job for name in names if (job := job_of_actor(name)) is not None]
@@ -114,10 +114,16 @@ def list_running() -> list[JobProcess]:
 def read_job_log(
     path: str, process: JobProcess | None = None, follow: bool = False
 ) -> Iterator[bytes]:
-    """A job's log in parts from its beginning: by the process of a running job to the log's current
-    end, or with `follow` to the job's end; after that from a disk of this machine or else of the
-    node for jobs' processes. A part is empty where there is no more yet. Raises JobFailedError if
-    neither the process nor that node answers."""
+    """Yields a job's log in parts, from its beginning. An empty part means that there is no more
+    yet.
+
+    As long as the job's process lives it reads the log, to the current end, or with `follow` to the
+    job's end. Then the file is read from this machine's disk, or else by a task on the node where
+    jobs' processes run.
+
+    Raises:
+        JobFailedError: neither the process nor that node answers.
+    """
     position = LogPosition()
     while process is not None:
         try:

@@ -1,10 +1,10 @@
 """The cluster's command server: `rayzero` commands for clients that only reach its dashboard.
 
-Without it such a command is a Ray job, which takes seconds to start. It is one actor on the head
-node, started by the cluster's first job, or by the first command that had to be a Ray job. Its port
-and secret are in a file among Ray's logs, which the dashboard serves to clients with the cluster's
-token. The secret itself is never sent: a request proves it by an HMAC over a nonce, which is valid
-once, and the command.
+Without the server such a command is a Ray job, which takes seconds to start. The server is one
+actor on the head node, started by the cluster's first job, or by the first command that had to be a
+Ray job. Its port and secret are in a file among Ray's logs, which the dashboard serves to clients
+with the cluster's token. The secret is never sent with a command: the request proves that it knows
+the secret by an HMAC over the command and a nonce, which is valid once.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 PORT_VARIABLE = "RAYZERO_COMMAND_PORT"
-"""In the head's environment: the server's port, for a port-forward. Default: any free one."""
+"""Environment variable of the head node with the server's port, for a port-forward. Without the
+variable any free port is used."""
 _ACTOR_NAME = "command_server"
 _MAX_NONCES = 256
-_FOLLOW_LIMIT_S = 7 * 86400.0  # of one command: `logs -f` and `top` last as long as their job
+_FOLLOW_LIMIT_S = 7 * 86400.0  # limit for a command: `logs -f` and `top` last as long as the job
 
 RunCommand = Callable[[Sequence[str]], object]
 
 
 def ensure_command_server() -> None:
-    """Starts the connected cluster's command server, if that has a dashboard and none yet. Does not
-    wait for it. Raises RayError."""
+    """Starts the connected cluster's command server, if the cluster has a dashboard and no server
+    yet. Does not wait for the start. Raises RayError."""
     if not (dashboard := ray_api.dashboard_address()):
         return
     is_local = dashboard.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
@@ -71,7 +72,7 @@ def ensure_command_server() -> None:
 
 
 def start_command_server() -> None:
-    """`ensure_command_server` in a process that is not connected; errors are ignored."""
+    """Connects to the cluster, and calls `ensure_command_server`. Ignores errors."""
     with suppress(RayzeroError, RayError), closing(connect(None)):
         ensure_command_server()
 
@@ -80,7 +81,8 @@ class CommandServerActor:
     """The command server's process, which lives as long as the cluster."""
 
     def __init__(self, host: str) -> None:
-        app = import_module("rayzero.orchestrator.cli.app").app  # by name: it imports this module
+        # By name, because the command line imports this module.
+        app = import_module("rayzero.orchestrator.cli.app").app
         for name in ("RAY_ADDRESS", CLIENT_ADDRESS_VARIABLE):  # commands use this connection
             os.environ.pop(name, None)
         port = int(os.environ.get(PORT_VARIABLE, "0"))
@@ -91,8 +93,8 @@ class CommandServerActor:
 
 
 class CommandServer:
-    """Serves until the process ends, or `stop`: requests as `HttpServer` does, each command in the
-    thread `rayzero-command`.
+    """An HTTP server that runs commands, until `stop` or the end of the process. `HttpServer`
+    answers requests in its own thread; each command runs in a new thread `rayzero-command`.
 
     Args:
         run_command: runs `rayzero ARGUMENTS` in the calling thread, printing to sys.stdout and
@@ -149,7 +151,7 @@ class CommandServer:
         return hmac.compare_digest(proof.encode(errors="surrogateescape"), expected.encode())
 
     async def _stream(self, request: web.BaseRequest, arguments: list[str]) -> web.StreamResponse:
-        """Runs a command; the response is its output, and at last its exit code."""
+        """Runs a command. The response streams its output, and finally its exit code."""
         from aiohttp import web
 
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
@@ -158,7 +160,8 @@ class CommandServer:
         loop, has_ended = asyncio.get_running_loop(), asyncio.Event()
 
         def send(kind: str, value: str | int) -> None:
-            """Raises OSError if the client has gone, CancelledError if the server stops."""
+            """Sends a line of output, or the exit code. Raises OSError if the client has gone;
+            CancelledError if the server stops."""
             line = json.dumps({kind: value}).encode() + b"\n"
             asyncio.run_coroutine_threadsafe(response.write(line), loop).result()
 
@@ -198,7 +201,8 @@ class CommandServer:
 
 
 class ThreadOutput(TextIOBase):
-    """A standard stream whose lines go to a function of the thread that writes, if it has one."""
+    """Replaces a standard stream. Lines that a thread writes inside `of_this_thread` go to its
+    function `take_line`; everything else goes to the replaced stream `other`."""
 
     def __init__(self, other: TextIO) -> None:
         self.other = other

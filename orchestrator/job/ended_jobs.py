@@ -1,7 +1,7 @@
 """Records of how jobs ended, in the cluster's key-value store (Ray's internal KV).
 
-Ray has no public storage that outlives its processes; its own libraries use this one. The records
-end with the cluster; the journal stays.
+Ray has no public storage that outlives its processes; its own libraries use the internal KV, too.
+The records end with the cluster; the journal stays.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rayzero.orchestrator.results import EndedJob, JobResult, JobStatus
 MAX_RECORDS = 100  # records per cluster, one per job name; the oldest are deleted
 MAX_RECORD_AGE_S = 30 * 86400.0  # older records are deleted
 MAX_RECORD_BYTES = 64 * 1024
-"""Large results of the training function are left out of bigger records."""
+"""In a larger record, large values that the training function returned are left out."""
 _MAX_METRIC_CHARS = 512
 _KV_NAMESPACE = b"rayzero"
 _KEY_PREFIX = b"ended:"
@@ -42,7 +42,7 @@ _STATUS, _RESULT = TypeAdapter(JobStatus), TypeAdapter(JobResult)
 
 
 def store_ended(job: EndedJob) -> None:
-    """Stores a record, replacing an earlier one of that name. Blocks on the head node."""
+    """Stores a record, replacing an earlier one of that name. Waits for the head node's answer."""
     _internal_kv_put(_kv_key(job.status.name), encode_record(job), True, namespace=_KV_NAMESPACE)
     records = sorted(list_ended(), key=lambda ended: ended.status.at_s, reverse=True)
     oldest_s = time.time() - MAX_RECORD_AGE_S
@@ -57,7 +57,7 @@ def delete_ended(name: str) -> None:
 
 
 def load_ended(name: str) -> EndedJob | None:
-    """The record of a job name, if the cluster has one and answers."""
+    """Returns the record of a job name; None if there is none, or the cluster does not answer."""
     try:
         return _read_record(_kv_key(name)) if ray.is_initialized() else None
     except RayError:
@@ -65,13 +65,13 @@ def load_ended(name: str) -> EndedJob | None:
 
 
 def list_ended() -> list[EndedJob]:
-    """All records, sorted by name."""
+    """Returns all records, sorted by name."""
     keys = sorted(_internal_kv_list(_KEY_PREFIX, namespace=_KV_NAMESPACE))
     return [record for key in keys if (record := _read_record(key)) is not None]
 
 
 def encode_record(job: EndedJob) -> bytes:
-    """JSON, with secrets redacted."""
+    """Returns a record as JSON, with secrets redacted."""
     document: dict[str, Any] = {"status": asdict(job.status)}
     outcome = job.outcome
     if isinstance(outcome, RayzeroError):
@@ -93,7 +93,7 @@ def encode_record(job: EndedJob) -> bytes:
 
 
 def decode_record(content: bytes) -> EndedJob | None:
-    """None if another version wrote the record."""
+    """Reads a record; None if a version with another format wrote it."""
     try:
         document = json.loads(content)
         status = _STATUS.validate_python(document["status"])

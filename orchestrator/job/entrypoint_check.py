@@ -1,7 +1,8 @@
-"""Finds mistakes in a job before a cluster or a worker starts; in `entrypoint` by its source.
+"""Finds mistakes in a job before a cluster or a worker starts.
 
-Nothing is imported: a user's module may take long, or need what only the workers have. What the
-source does not show is left to the workers.
+The function of `entrypoint` is checked by its source. Nothing is imported, because a user's module
+may take long to import, or need what only the workers have. Mistakes that the source does not show
+are left to the workers.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 def check_early(spec: JobSpec, folder: str, *, has_function: bool = False) -> None:
-    """Checks of a job that is to run on this machine: what fails here would fail in the job's
-    process many seconds later. Raises ConfigError if the function cannot be called, or there is no
-    such function, or no such checkpoint to resume from.
+    """Checks a job that is to run on this machine, because a mistake would otherwise fail in the
+    job's process many seconds later. Raises ConfigError if the function does not exist or cannot be
+    called, or there is no such checkpoint to resume from.
 
     Args:
-        folder: where the workers import from first.
-        has_function: whether the function is given itself, not by `entrypoint`.
+        folder: the folder from which the workers import first.
+        has_function: the job was given a function, not its name.
     """
     if not has_function:
         check_entrypoint(spec.entrypoint, folder, only_here=True)
@@ -47,14 +48,14 @@ def check_early(spec: JobSpec, folder: str, *, has_function: bool = False) -> No
 
 
 def check_entrypoint(entrypoint: str, folder: str, *, only_here: bool) -> None:
-    """Raises EntryPointError if there is no such module, or none in Python, or no such name in it,
-    or the name is of what cannot be called with ctx.
+    """Raises EntryPointError if the module does not exist, is not valid Python or does not have the
+    name, or if the name's value cannot be called with ctx.
 
     Args:
         entrypoint: `module:function`.
-        folder: where the workers import from first.
-        only_here: whether the workers are on this machine; others may have modules that it has not,
-            but have its version of Python, with which alone Ray lets them join.
+        folder: the folder from which the workers import first.
+        only_here: all workers are on this machine. Other machines may have other modules; they have
+            the same version of Python, because Ray lets no others join.
     """
     module, _, path = entrypoint.partition(":")
     source = source_in(folder, module)
@@ -75,37 +76,38 @@ def check_entrypoint(entrypoint: str, folder: str, *, only_here: bool) -> None:
 
 
 def _check_module(module: str, folder: str) -> None:
-    """Raises EntryPointError if a module that is run as `__main__`, on this machine, does not
-    exist."""
+    """Raises EntryPointError if a module to run as `__main__` does not exist on this machine."""
     if source_in(folder, module) is not None:
         return
     if missing := _missing_part(folder, module, only_here=True):
         raise EntryPointError(
             f"there is no module {missing!r}{did_you_mean(missing, _modules_in(folder, missing))}",
             allowed=f"a module that can be imported from {folder}",
-            fix="`rayzero launch -m MODULE`",
+            fix="run `rayzero launch -m MODULE`",
         )
 
 
 def syntax_problem(path: str, error: SyntaxError | ValueError) -> str:
-    """`train.py:3: invalid syntax: def train(ctx`"""
+    """Returns a text such as `train.py:3: invalid syntax: def train(ctx`."""
     line, text = getattr(error, "lineno", None), getattr(error, "text", None)
     place = f"{path}:{line}" if line else path
     return f"{place}: {getattr(error, 'msg', error)}" + (f": {text.strip()}" if text else "")
 
 
 def source_in(folder: str, module: str) -> Path | None:
-    """The file of a module in the folder; None if it is elsewhere."""
+    """Returns the file of a module in the folder; None if the module is not there."""
     base = Path(folder, *module.split("."))
     candidates = (base / "__init__.py", base.with_name(f"{base.name}.py"))
     return next((path for path in candidates if path.is_file()), None)
 
 
 def _missing_part(folder: str, module: str, *, only_here: bool) -> str:
-    """The module, or the package of it, that does not exist; empty if that is unknown."""
+    """Returns the name of the module, or of the package above it, that does not exist. Returns an
+    empty string if all exist, or that cannot be known."""
     top, *parts = module.split(".")
     spec = PathFinder.find_spec(top, [folder])
-    if spec is None or spec.origin is None:  # not there, or without an __init__: parts elsewhere
+    # A package without an `__init__` may have parts in other folders.
+    if spec is None or spec.origin is None:
         return top if only_here and spec is None and not _is_installed(top) else ""
     name = top
     for part in parts:
@@ -121,12 +123,12 @@ def _missing_part(folder: str, module: str, *, only_here: bool) -> str:
 def _is_installed(top: str) -> bool:
     try:
         return find_spec(top) is not None
-    except (ImportError, ValueError):  # of a finder, or of a module without a spec
+    except (ImportError, ValueError):  # a finder fails, or the module has no spec
         return True
 
 
 def _import_path(package: ModuleSpec) -> Sequence[str] | None:
-    """The folders of a package's modules; None if it may set them itself."""
+    """Returns the folders of a package's modules; None if the package may set them itself."""
     if package.submodule_search_locations is None:
         return []
     try:
@@ -137,7 +139,7 @@ def _import_path(package: ModuleSpec) -> Sequence[str] | None:
 
 
 def _modules_in(folder: str, missing: str) -> list[str]:
-    """The modules and packages of the folder that should have the missing one."""
+    """Returns the modules and packages next to which the missing one was looked for."""
     *parents, _ = missing.split(".")
     place = Path(folder, *parents)
     found = [path.stem for path in place.glob("*.py")]
@@ -146,18 +148,22 @@ def _modules_in(folder: str, missing: str) -> list[str]:
 
 
 def _defined_names(tree: ast.Module) -> set[str]:
-    """The names that a module binds; `globals` if it uses that, or imports `*`, which may bind
-    others."""
+    """Returns the names that a module binds. Includes `globals` if the module may bind others,
+    because it uses `globals` or imports `*`."""
     symbols = symtable(ast.unparse(tree), "", "exec").get_symbols()
-    names = {it.get_name() for it in symbols if it.is_assigned() or it.is_imported()}
-    nodes = [*ast.walk(tree)]
-    binds_more = any(isinstance(it, ast.alias) and it.name == "*" for it in nodes)
-    binds_more = binds_more or any(it.get_name() == "globals" for it in symbols)
-    return names | {"globals"} if binds_more else names
+    names = {
+        symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()
+    }
+    if any(symbol.get_name() == "globals" for symbol in symbols):
+        names.add("globals")
+    if any(isinstance(node, ast.alias) and node.name == "*" for node in ast.walk(tree)):
+        names.add("globals")
+    return names
 
 
 def _check_definition(entrypoint: str, tree: ast.Module, path: list[str]) -> None:
-    """Checks a function, a method or a plain value, where nothing in the module replaces it."""
+    """Checks the definition of a function, a method or a plain value, unless other code in the
+    module may replace it."""
     found: ast.stmt | None = None
     body = tree.body
     for name in path:
@@ -173,7 +179,7 @@ def _check_definition(entrypoint: str, tree: ast.Module, path: list[str]) -> Non
 
 
 def _only_definition(tree: ast.Module, body: list[ast.stmt], name: str) -> ast.stmt | None:
-    """The statement of `body` that binds the name; None if another one in the module may, too."""
+    """Returns the statement of `body` that binds the name; None if another one may bind it, too."""
     bound = [node for node in ast.walk(tree) if _binds(node, name)]
     for statement in body if len(bound) == 1 else ():
         targets = getattr(statement, "targets", [getattr(statement, "target", None)])
@@ -194,7 +200,7 @@ def _binds(node: ast.AST, name: str) -> bool:
 
 
 def _plain_type(value: ast.expr | None) -> str | None:
-    """The type of a literal; None for what may be callable."""
+    """Returns the type of a literal; None for an expression that may be callable."""
     match value:
         case ast.Constant():
             return type(value.value).__name__
@@ -204,7 +210,8 @@ def _plain_type(value: ast.expr | None) -> str | None:
 
 
 def _returned_at_once(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
-    """A coroutine or a generator; None for a plain function."""
+    """Returns what a call of the function returns before its body has run: "a coroutine" or "a
+    generator". Returns None for a plain function."""
     nodes: list[ast.AST] = list(function.body)
     while nodes:
         node = nodes.pop()
@@ -215,7 +222,7 @@ def _returned_at_once(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str |
 
 
 def _signature(given: ast.arguments) -> Signature:
-    """Returns what `inspect.signature` would of the function; defaults are shown as written."""
+    """Returns the signature that `inspect.signature` would. Defaults are shown as written."""
     bare, written = deepcopy(given), dict[str, _Source]()
     for defaults in (bare.defaults, bare.kw_defaults):
         for index, default in enumerate(defaults):

@@ -39,24 +39,25 @@ from rayzero.workers.bounded_queue import BoundedQueue
 T = TypeVar("T")
 
 STOP_MARGIN_S = 15.0
-FOLLOWER_CLOSE_S = 1.0  # limit for the end of the thread, beyond its current poll
+FOLLOWER_CLOSE_S = 1.0  # how long `close` waits for the thread, beyond its current poll
 LOG_READ_S = 10.0  # how long the connection is kept for readers of the log after the job's end
 LONG_POLL_S = 1.0  # how long a poll waits in the job's process for an event
-ANSWER_MARGIN_S = 30.0  # how much longer the reply may take
+ANSWER_MARGIN_S = 30.0  # how much longer than `LONG_POLL_S` the reply to a poll may take
 UNAVAILABLE_LIMIT_S = 60.0
-"""How long a process that does not answer is polled again at least: Ray may be restarting it."""
+"""A process that does not answer is polled for at least this long: Ray may be restarting it."""
 _RETRY_PAUSE_S = 0.2
 _ACKNOWLEDGE_TIMEOUT_S = 5.0
 
 
 def stop_limit_s(spec: JobSpec) -> float:
-    """How long a clean stop may take: the functions and a last checkpoint, then the journal's end
-    on a slow disk."""
+    """Returns how long a clean stop may take: the end of the training functions, a last checkpoint,
+    and the end of the journal on a slow disk."""
     return spec.checkpoint.grace_period_s + spec.recovery.patience_s + STOP_MARGIN_S
 
 
 def head_limit_s(spec: JobSpec) -> float:
-    """How long a job may go on without its process, which comes back with its cluster's head."""
+    """Returns how long clients wait for a job whose process is lost with the cluster's head node.
+    Its workers train on, and Ray restarts the process once the head is back."""
     return max(UNAVAILABLE_LIMIT_S, spec.recovery.orphan_s)
 
 
@@ -76,10 +77,10 @@ class JobHandle:
     ) -> None:
         """
         Args:
-            observer: gets every event, in the thread.
+            observer: gets every event, in the thread `rayzero-follower`.
             since: as for `EventBuffer.fetch_since`.
-            spec: of the job, unless it has ended.
-            ended: the end of the job, if it has ended before.
+            spec: the job's spec; None if the job has ended.
+            ended: the record of the job's end, if the job has ended.
         """
         self.name = process.name
         self._spec = spec
@@ -101,7 +102,7 @@ class JobHandle:
 
     @classmethod
     def of_ended(cls, ended: EndedJob) -> JobHandle:
-        """A handle on a job that has ended, for `status`, `result` and `logs`."""
+        """Returns a handle on a job that has ended, for `status`, `result` and `logs`."""
         process, no_cluster = JobProcess(ended.status.name, None), ClusterConnection(False, True)
         handle = cls(process, no_cluster, NullObserver(), ended=ended)
         handle.wait()
@@ -118,17 +119,17 @@ class JobHandle:
 
     @property
     def on_hard_exit(self) -> str:
-        """The effect on the job when this process no longer waits for it, for messages."""
+        """The effect on the job if this process no longer waits for it, for messages."""
         return "kills it" if self._cluster.is_local else "leaves that to the cluster"
 
     def logs(self, follow: bool = False, rank: int | None = None, role: str = "") -> Iterator[str]:
-        """The output of the workers from the beginning, as lines `[rank 0] text`; that of a role's
-        as `[rollout 0] text`.
+        """Yields the lines that the workers have printed, from the beginning of the log. A line of
+        a rank is `[rank 0] text`, a line of a role's worker `[rollout 0] text`.
 
         Args:
-            follow: until the job's end, instead of the current end of the log.
-            rank: only this rank's lines; with a `role`, those of the worker with this number.
-            role: the workers of this role instead of the ranks.
+            follow: waits for new lines until the job's end, instead of ending with the log.
+            rank: yields only this rank's lines; with a `role`, only those of its worker `rank`.
+            role: yields the lines of this role's workers instead of the ranks'.
 
         Raises:
             JobFailedError: the job does not answer, or its log cannot be read from this machine.
@@ -148,8 +149,8 @@ class JobHandle:
                 self._log_readers_changed.notify_all()
 
     def status(self) -> JobStatus:
-        """The current status; after the job's end, the final one. Raises JobFailedError if the job
-        does not answer."""
+        """Returns the current status; after the job's end, the final one. Raises JobFailedError if
+        the job does not answer."""
         if self._ended is not None:
             return self._ended.status
         return self._running_process().call(JobActor.status)
@@ -169,7 +170,8 @@ class JobHandle:
         return self._ended.result()
 
     def events(self) -> Iterator[JobEvent]:
-        """The job's events in order, to its end; of those before this call, the newest 10,000."""
+        """Yields the job's events in order until its end. Of the events before this call, only the
+        newest 10,000 are kept."""
         index = 0
         while True:
             with self._events_changed:
@@ -183,25 +185,26 @@ class JobHandle:
                 return
 
     def stop(self) -> None:
-        """Requests the job's end. Returns at once; may be called twice. A process that does not
-        answer now is asked again once it does."""
+        """Requests the job's end. Returns at once; may be called twice. If Ray is restarting the
+        job's process, the request is repeated to the new process."""
         if self._thread.is_alive():
             self._stops = True
             self._process.request_stop()
 
     def scale(self, workers: int | tuple[int, int] | str, role: str = "") -> str:
-        """Changes the limits for the number of workers, at the next step boundary; for a role's,
-        at once.
+        """Changes the limits for the number of workers. Limits of ranks take effect at the next
+        step boundary, limits of a role at once.
 
         Args:
             workers: a number, or the least and the most: 4, (2, 4), "2:4".
-            role: whose workers, instead of the ranks.
+            role: changes the limits of this role's workers instead of the ranks'.
 
         Returns:
             A description of the new limits.
 
         Raises:
-            ConfigError: the engine config does not work with these numbers; no such role.
+            ConfigError: the engine config does not work with these numbers, or there is no such
+                role.
             JobFailedError: the job has ended, or does not answer.
         """
         limits = parse_worker_limits(workers)
@@ -211,7 +214,7 @@ class JobHandle:
         """Injects faults into the running job, such as `kill(rank=1)`.
 
         Args:
-            faults: in the fault language; the step defaults to the current one.
+            faults: faults in the fault language; `step` defaults to the current step.
 
         Returns:
             The scheduled faults, one per line.
@@ -223,7 +226,7 @@ class JobHandle:
         return self._running_process().call(JobActor.inject, faults)
 
     def end(self) -> None:
-        """Stops the job and waits for its end, up to the limit of a clean stop."""
+        """Stops the job and waits for its end, for at most `stop_limit_s`."""
         self.stop()
         self.wait(STOP_MARGIN_S if self._spec is None else stop_limit_s(self._spec))
 
@@ -235,8 +238,8 @@ class JobHandle:
             self._cluster.local.kill()
 
     def close(self) -> None:
-        """Detaches from the job, which continues. Happens by itself at the job's end and at
-        exit."""
+        """Detaches from the job, which continues. Happens automatically at the job's end and when
+        this process exits."""
         self._closed.set()
         self.wait(LONG_POLL_S + FOLLOWER_CLOSE_S)
 
@@ -253,7 +256,7 @@ class JobHandle:
         atexit.unregister(self._at_exit)
 
     def _newest(self, kind: type[T]) -> T | None:
-        """The newest kept event of that kind."""
+        """Returns the newest kept event of type `kind`."""
         with self._events_changed:
             events = list(self._events.since(0))
         return next((event for event in reversed(events) if isinstance(event, kind)), None)
@@ -280,13 +283,14 @@ class JobHandle:
                 self._deliver(event)
             if page.ended is not None:
                 self._ended = page.ended
-                with suppress(RayzeroError):  # another client did, and the process has ended
+                with suppress(RayzeroError):  # another client has done so, and the process is gone
                     self._process.call(JobActor.acknowledge_end, timeout_s=_ACKNOWLEDGE_TIMEOUT_S)
                 return
 
     def _fetch_page(self, run: str, since: int) -> EventPage:
-        """The next events; retries while the process may come back. No events after `close`. Raises
-        JobFailedError if the process does not answer, or has ended without a record of its end."""
+        """Returns the next events. Retries while Ray may be restarting the process; returns no
+        events after `close`. Raises JobFailedError if the process does not answer, or has ended
+        without a record of the job's end."""
         since_s, warned = time.monotonic(), False
         while True:
             try:
@@ -297,7 +301,7 @@ class JobHandle:
                     LONG_POLL_S,
                     timeout_s=LONG_POLL_S + ANSWER_MARGIN_S,
                 )
-                if self._stops and page.run != run:  # it is another process
+                if self._stops and page.run != run:  # a new process, which the request has missed
                     self._process.request_stop()
                 return page
             except JobUnavailableError as unavailable:
@@ -308,7 +312,7 @@ class JobHandle:
                     warned = True
                     self._deliver(_awaited(unavailable, limit_s))
             except JobProcessLostError as lost:
-                # Another client may have acknowledged the end, and the process has ended itself.
+                # If another client has acknowledged the end, the process has exited as it should.
                 if (ended := load_ended(self._process.name)) is None:
                     raise JobFailedError(lost.seen) from None
                 return EventPage(run, (), since, ended=ended)
@@ -317,7 +321,8 @@ class JobHandle:
 
     @property
     def _away_limit_s(self) -> float:
-        """A local cluster's head does not come back."""
+        """How long a process that does not answer is polled. The head of a local cluster is never
+        restarted, so a longer `recovery.orphan_s` does not count there."""
         if self._spec is None or self._cluster.is_local:
             return UNAVAILABLE_LIMIT_S
         return head_limit_s(self._spec)
@@ -327,7 +332,7 @@ class JobHandle:
             self._events.append(event)
             self._events_changed.notify_all()
         if self._closed.is_set():
-            return  # whose observer it was does other things
+            return  # the observer's owner has detached
         try:
             self._observer.on_event(event)
         except Exception:  # noqa: BLE001  # user code must not end this thread

@@ -1,9 +1,10 @@
 """The lease of a job's folder: an exclusive lock of claim files, renewed by its holder.
 
-Each process writes a claim of its own and then lists all claims. Of two that acquire at once, at
-least one sees the other's claim, because both write before they list. The one with the greater id
-deletes its claim and starts again; the other one waits until it has, or holds the folder because it
-had listed before. So there is at most one holder, in any store with read-after-write consistency.
+Each process writes a claim of its own and then lists all claims. If two processes acquire at once,
+at least one sees the other's claim, because both write before they list. The process with the
+greater id that sees the other's claim deletes its own and starts again. The process with the
+smaller id waits until the other claim is deleted, or holds the folder because the other process had
+listed before. So there is at most one holder, in any store with read-after-write consistency.
 """
 
 from __future__ import annotations
@@ -33,18 +34,22 @@ from rayzero.orchestrator.journal.files import has_journal, read_journal
 T = TypeVar("T")
 
 CLAIM_POLL_S = 0.5  # pause between two lists of the claims
-RENEWALS_PER_LEASE = 4  # renewals during the time of a lease; all but one of them may fail
-RELEASE_TIMEOUT_S = 5.0  # limit for the end of the thread
+RENEWALS_PER_LEASE = 4  # renewals within `lease_s`; all but one of them may fail
+RELEASE_TIMEOUT_S = 5.0  # how long `release` waits for the end of the thread
 
 
 class LeaseLostError(JobFailedError):
-    """Another process holds the job's folder: this one must not write there."""
+    """Another process holds the job's folder, so this process must not write there."""
 
 
 def acquire(own: Claim, claims: ClaimStore, wait: Callable[[Claim], None]) -> Claim:
-    """Acquires the folder, unless another process holds it; the claim that holds it, the own one or
-    another process's. `wait` is called while another claim has to be waited for, before the claims
-    are listed again."""
+    """Acquires the folder, unless another process holds it. Returns the claim of the holder, which
+    is the own one or another process's.
+
+    Args:
+        wait: called with another process's claim that is not decided yet, before the claims are
+            listed again.
+    """
     while True:
         claims.write(own)
         others, _ = claims.list_others(own.id)
@@ -62,7 +67,7 @@ def acquire(own: Claim, claims: ClaimStore, wait: Callable[[Claim], None]) -> Cl
             epoch = max(own.epoch, *(other.claim.epoch for other in others), 0) + 1
             own = replace(own, holds=True, epoch=epoch)
             claims.write(own)
-            for lost in others:  # last, so that the next process sees their epochs
+            for lost in others:  # after the own claim with the new epoch, so that epochs only grow
                 claims.delete(lost.claim.id)
             return own
 
@@ -70,8 +75,8 @@ def acquire(own: Claim, claims: ClaimStore, wait: Callable[[Claim], None]) -> Cl
 def outlast_store(
     call: Callable[[], T], warn: Callable[[str], None], is_stopped: Callable[[], bool]
 ) -> T:
-    """Calls again, while the store does not answer, for a job that trains meanwhile. Blocks. Raises
-    what `call` raises; JobStoppedError instead of StoreError once `is_stopped`."""
+    """Repeats `call` while the store does not answer, for a job whose workers train meanwhile.
+    Blocks. Raises what `call` raises; JobStoppedError instead of StoreError once `is_stopped`."""
     warned = False
     while True:
         try:
@@ -96,19 +101,20 @@ def acquire_lease(
     on_lost: Callable[[RayzeroError], object] = lambda _: None,
     on_removed: Callable[[], object] = lambda: None,
 ) -> Lease:
-    """Acquires a job's folder for this process. Waits for the end of a lease that may be lost.
+    """Acquires a job's folder for this process. If the process of another claim may be lost, waits
+    until that claim has expired.
 
     Args:
         own: this process's claim.
         is_stopped: ends the wait.
-        trains: the job does already, so it waits for a store that does not answer.
+        trains: the job is training already, so a store that does not answer is tried again.
         run: id of the run that this process writes into the folder's journal.
         on_lost: called once, in the lease's thread, when another process has acquired the folder.
-        on_removed: called in any thread, when the folder had been removed and was made again.
+        on_removed: called in any thread, when the folder was removed and has been made again.
 
     Raises:
-        ConfigError: a live process holds it.
-        JobStoppedError: `is_stopped` while waiting.
+        ConfigError: a live process holds the folder.
+        JobStoppedError: `is_stopped` returned True during the wait.
         StoreError: the folder cannot be written to.
     """
     claims, warned = ClaimStore(job_folder), False
@@ -147,8 +153,8 @@ def next_epoch(job_folder: str) -> int:
 
 
 class AwaitedLease:
-    """A lease that is acquired in a thread, for a process that works before it may write. Owns the
-    thread `rayzero-lease-wait`, which ends once the lease is acquired or refused."""
+    """A lease that is acquired in a thread, for a process that does other work before it may write.
+    Owns the thread `rayzero-lease-wait`, which ends once the lease is acquired or refused."""
 
     def __init__(
         self,
@@ -157,8 +163,9 @@ class AwaitedLease:
     ) -> None:
         """
         Args:
-            acquire: as `acquire_lease`, with its `is_stopped`.
-            on_refused: called in the thread with what `acquire` raises, before `release`.
+            acquire: calls `acquire_lease` with the argument as `is_stopped`.
+            on_refused: called in the thread with the error that `acquire` raises; not called after
+                `release`.
         """
         self._acquire = acquire
         self._released = Event()
@@ -176,11 +183,11 @@ class AwaitedLease:
         return self._lease
 
     def check(self) -> None:
-        """Checks as `Lease.check`, once the lease is held. Called by threads that may wait."""
+        """Waits until the lease is held, and calls `Lease.check`. For threads that may block."""
         self.wait().check()
 
     def release(self) -> None:
-        """Releases the folder as `Lease.release`, if it is held; else ends the wait for it."""
+        """Calls `Lease.release` if the lease is held. Otherwise ends the wait for the lease."""
         self._released.set()
         if self._lease is not None:
             self._lease.release()
@@ -188,18 +195,18 @@ class AwaitedLease:
     def _wait(self) -> None:
         try:
             self._lease = self._acquire(self._released.is_set)
-        except Exception as error:  # noqa: BLE001  # those who wait must see it
+        except Exception as error:  # noqa: BLE001  # callers of `wait` must see every error
             self._refusal = error if isinstance(error, RayzeroError) else internal_error(error)
             if not self._released.is_set():
                 self._on_refused(self._refusal)
         finally:
             self._decided.set()
-        if self._lease is not None and self._released.is_set():  # at the same time
+        if self._lease is not None and self._released.is_set():  # `release` may not have seen it
             self._lease.release()
 
 
 class Lease:
-    """A held lease. Owns the thread `rayzero-lease`, until `release`."""
+    """A held lease. Owns the thread `rayzero-lease`, which renews the lease until `release`."""
 
     def __init__(
         self,
@@ -226,9 +233,9 @@ class Lease:
         self._thread.start()
 
     def check(self) -> None:
-        """Checks that this process holds the lease, before each write that only the holder may do.
-        Makes the folder again if it was removed and nobody has acquired it since. Raises
-        LeaseLostError if another process has; StoreError if the claims cannot be read."""
+        """Checks that this process holds the lease. Called before each write that only the holder
+        may do. Makes the folder again if it was removed and no other process has acquired it since.
+        Raises LeaseLostError if another process has; StoreError if the claims cannot be read."""
         with self._check_lock:
             if self._lost is None:
                 self._lost = self._find_loss()
@@ -237,12 +244,12 @@ class Lease:
 
     @property
     def epoch(self) -> int:
-        """Greater than that of every earlier holder."""
+        """Epoch of this lease, greater than that of every earlier holder."""
         return self._claim.epoch
 
     def release(self) -> None:
-        """Releases the folder. May block for a few seconds; if the store does not take it, the
-        lease expires."""
+        """Releases the folder. May block for a few seconds. If the store does not answer, the lease
+        expires instead."""
         self._released.set()
         self._thread.join(RELEASE_TIMEOUT_S)
 
@@ -260,8 +267,9 @@ class Lease:
         return self._loss(newer[0] if newer else others[0].claim if others else None)
 
     def _is_own_journal(self) -> bool:
-        """Whether the newest journal is this run's, or was removed with its folder: nobody else has
-        written one. Raises StoreError if more than the folder is gone, as after an unmount."""
+        """Returns whether the folder has a journal of this run, or none. No other process has
+        written there then. Raises StoreError if more than the folder is gone, as after an unmount.
+        """
         if _parent_identity(self._job_folder) != self._parent:
             text = "neither the job's folder nor the one that held it exist any more"
             raise StoreError("gone", redact_url(self._job_folder), text)
@@ -271,7 +279,8 @@ class Lease:
         return history is not None and history.run == self._run and not history.end_state
 
     def _claim_again(self) -> LeaseLostError | None:
-        """The claim is gone, and nobody else has one: what holds it was removed."""
+        """Acquires the folder again, after it was removed with the claim and no other process has
+        claimed it. Returns an error if another process acquires it meanwhile."""
 
         def give_way(other: Claim) -> None:
             raise self._loss(other)
@@ -321,8 +330,8 @@ class Lease:
 
 
 def _parent_identity(job_folder: str) -> tuple[int, int] | None:
-    """Device and inode of the folder that holds a job's; None if it does not exist, and of a URL.
-    Where a disk is mounted, it is another one without it."""
+    """Returns device and inode of the parent of a job's folder; None if the parent does not exist,
+    or for a URL. If a disk is mounted at the parent, an unmount changes them."""
     if is_remote(job_folder):
         return None
     with suppress(OSError):

@@ -14,7 +14,7 @@ from rayzero.engine.redact import redact_url
 
 LOG_MAX_BYTES = 256 * 2**20  # a log of this size becomes `job.log.1`, and a new one is started
 _READ_BYTES = 256 * 1024
-_MAX_LINE_CHARACTERS = 2**20  # a longer line, of a file that was not written here, comes in parts
+_MAX_LINE_CHARACTERS = 2**20  # a longer line, which this module does not write, is split
 _BEFORE_BYTES = 128
 _GAP_MESSAGE = b"\n(lines may be missing here: the log grew faster than it was read)\n"
 
@@ -24,8 +24,9 @@ class LogPosition:
     """A byte offset in a log file. By default the beginning of the log.
 
     Attributes:
-        before: the bytes before the offset, at most 128. File systems reuse the inode numbers of
-            deleted files: after two rotations another file can have this one's.
+        before: the bytes before the offset, at most 128. They identify the file together with its
+            inode number, because file systems reuse the numbers of deleted files: after two
+            rotations another file can have the same number.
     """
 
     inode: int = 0
@@ -36,15 +37,15 @@ class LogPosition:
 def read_log(
     path: Path, position: LogPosition, max_bytes: int = _READ_BYTES
 ) -> tuple[bytes, LogPosition]:
-    """The next part after a position, of at most `max_bytes`, and the position after it; empty at
-    the log's end.
+    """Returns the next part after a position, of at most `max_bytes`, and the position after the
+    part. The part is empty at the log's end.
 
-    When the file of that position has been deleted by rotation, the part begins with a line that
-    says so, and continues with the oldest file that is left.
+    If rotation has deleted the file of that position, the part begins with a line that says so, and
+    continues with the oldest file that is left.
     """
     with ExitStack() as opened:
         files: dict[int, BinaryIO] = {}
-        # The newer file first: if it is rotated in between, it is opened anyway.
+        # The newer file is opened first, so that it is not missed if it is rotated meanwhile.
         for log_file in (path, _rotated_path(path)):
             with suppress(FileNotFoundError):
                 file = opened.enter_context(log_file.open("rb"))
@@ -65,7 +66,7 @@ def read_log(
 
 
 def end_of_log(path: Path) -> LogPosition:
-    """The position after what is in the log now."""
+    """Returns the position of the log's current end."""
     with suppress(FileNotFoundError), path.open("rb") as file:
         return _position(file, file.seek(0, os.SEEK_END))
     return LogPosition()
@@ -80,11 +81,11 @@ def _position(file: BinaryIO, offset: int) -> LogPosition:
 def append_log(
     path: Path, lines: Sequence[str], *, parents: bool = True, max_bytes: int = LOG_MAX_BYTES
 ) -> int:
-    """Appends lines, with credentials in URLs redacted. Returns the number of bytes. May raise
-    OSError.
+    """Appends lines, with credentials in URLs redacted. Returns the number of bytes written. May
+    raise OSError.
 
     Args:
-        parents: make not only the log's folder, but also those that hold it.
+        parents: also makes the parents of the log's folder.
         max_bytes: a larger log is rotated first.
     """
     path.parent.mkdir(parents=parents, exist_ok=True)
@@ -98,8 +99,11 @@ def append_log(
 def iter_log_lines(
     parts: Iterable[bytes], rank: int | None = None, role: str = ""
 ) -> Iterator[str]:
-    """Complete lines without their line ends; of one rank or one role, or of all. `parts` are those
-    of a log in order; an empty one when there is nothing new."""
+    """Yields complete lines without their line ends: those of one rank, of one role, or all lines.
+
+    Args:
+        parts: the parts of a log in order; an empty part means that there is nothing new.
+    """
     prefix = f"[{role or 'rank'} " if role or rank is not None else ""
     prefix += "" if rank is None else f"{rank}] "
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -115,7 +119,8 @@ def iter_log_lines(
 
 
 def _rotate(path: Path) -> None:
-    """The log's file is there at any time: the new one is created first."""
+    """Renames the log to `job.log.1`, and begins a new one. The new file is created first, so that
+    the log is missing only between the two renames."""
     new = path.with_suffix(".log.new")
     new.touch()
     os.replace(path, _rotated_path(path))

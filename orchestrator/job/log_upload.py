@@ -1,7 +1,7 @@
-"""Copies a job's log into the store of its checkpoints: numbered parts, compressed.
+"""Copies a job's log into the store of its checkpoints, as numbered, compressed parts.
 
-The log file on the disk of the job's process is the buffer: what a store does not take for a while
-is read from there later, so that memory is bounded by one read.
+The log file on the disk of the job's process is the buffer. What the store does not take is read
+from the file again later, so that memory is bounded by one read.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rayzero.orchestrator.top.format import format_size
 
 LOG_FOLDER = "logs"
 PART_BYTES = 512 * 1024
-"""A part of this size, compressed, is full."""
+"""Compressed size from which a part is full."""
 CHUNK_BYTES = 4 * 2**20
-"""Of the log file, read and compressed at once."""
+"""How much of the log file is read and compressed at once."""
 _COMPRESS_LEVEL = 1  # four times as fast as the default, for parts that are a fifth larger
 
 
@@ -27,11 +27,11 @@ class LogUpload:
     """Copies what a job's process writes into its log file from now on into parts in the store.
 
     Args:
-        warn: says what the store lacks.
+        warn: emits a warning when a part of the log is missing in the store.
         fence: raises when another process owns the job's folder.
 
     Attributes:
-        logged_bytes: number of bytes written into the log file; counted by its writer.
+        logged_bytes: number of bytes written into the log file. The writer of the file adds them.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class LogUpload:
         self._parts = PartWriter(join_url(plan.job_folder, LOG_FOLDER), ".log.gz", PART_BYTES)
 
     def write(self, _: Sequence[None]) -> None:
-        """Copies all that is in the log file. Raises StoreError, OSError, or as `fence`: the next
-        call continues where this one ended."""
+        """Copies all new content of the log file. Raises StoreError, OSError, or as `fence`. The
+        next call then continues at the same place."""
         self._fence()
         while True:
-            logged_bytes = self.logged_bytes  # before the read, which may find more
+            logged_bytes = self.logged_bytes  # before the read, which may return more than that
             content, position = read_log(self._path, self._position, CHUNK_BYTES)
             if not content:
                 break

@@ -42,8 +42,8 @@ class NoJournalError(ConfigError):
 
 
 def check_job_name(name: str) -> str:
-    """The name itself, if a job may have it; such a name cannot leave the folder of jobs. Raises
-    ConfigError if it is not a valid job name."""
+    """Returns the name itself if it is a valid job name. As a path, such a name cannot lead out of
+    the folder of jobs. Raises ConfigError if the name is not valid."""
     if not JOB_NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} is not a valid job name",
@@ -54,13 +54,13 @@ def check_job_name(name: str) -> str:
 
 
 def job_folder(path: str, name: str) -> str:
-    """The folder of a job below the `checkpoint.path` of its job file."""
+    """Returns the folder of a job below the `checkpoint.path` of its job file."""
     return join_url(path, check_job_name(name))
 
 
 def load_run_history(path: str, name: str) -> JobFacts:
-    """The journal of a job's last run. Raises NoJournalError if there is none; StoreError or
-    ConfigError if it cannot be read."""
+    """Returns the facts in the journal of a job's last run. Raises NoJournalError if there is no
+    journal; StoreError or ConfigError if it cannot be read."""
     folder = job_folder(path, name)
     history = read_sound_journal(folder)
     if history is None:
@@ -77,9 +77,9 @@ def load_run_history(path: str, name: str) -> JobFacts:
 
 
 def check_journal_owner(path: str, name: str) -> None:
-    """Checks that nobody else can have written a job's journal: to resume from it imports, and so
-    runs, what it names. Buckets are not checked: their access rules are not visible here. Raises
-    ConfigError if another user owns or may write the job's folder or its journal."""
+    """Checks that no other user can have written a job's journal, because resuming from it imports,
+    and so runs, the code that it names. Buckets are not checked: their access rules are not visible
+    here. Raises ConfigError if another user owns or may write the job's folder or its journal."""
     folder = job_folder(path, name)
     if is_remote(folder):
         return
@@ -99,7 +99,7 @@ def check_journal_owner(path: str, name: str) -> None:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Whether `gid` is the group of this user alone, as many systems create for each user."""
+    """Returns whether `gid` is the private group that many systems create for each user."""
     try:
         user, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(gid)
     except KeyError:
@@ -115,8 +115,8 @@ def list_journaled_jobs(path: str) -> list[str]:
 
 
 def _may_have_journal(folder: str) -> bool:
-    """Whether there is a journal, or the folder cannot be read: the reader of the journal gets the
-    error."""
+    """Returns whether the folder has a journal, or cannot be read. In the second case the caller
+    that reads the journal gets the error."""
     try:
         return has_journal(folder)
     except StoreError:
@@ -124,7 +124,7 @@ def _may_have_journal(folder: str) -> bool:
 
 
 def status_from_journal(path: str, name: str) -> JobStatus:
-    """The last status in a job's journal. Its state is None if the run was lost. Raises as
+    """Returns the last status in a job's journal. The state is None if the run was lost. Raises as
     `load_run_history`."""
     history, folder = load_run_history(path, name), job_folder(path, name)
     workers: Any = history.spec.get("workers")
@@ -159,7 +159,7 @@ def status_from_journal(path: str, name: str) -> JobStatus:
 
 
 def _role_status(workers: Any, facts: RoleFacts) -> RoleStatus:
-    """Returns the status of a role none of whose workers runs."""
+    """Returns the status of a role that has no running workers."""
     least, most = facts.scaled or (int(workers["min"]), int(workers["max"]))
     faults = dict(sorted(facts.faults.items()))
     return RoleStatus(0, least, most, facts.finished, faults)
@@ -175,22 +175,22 @@ class RunningJob:
 
 
 def find_running(name: str, address: str | None) -> RunningJob:
-    """The running job of that name, in the cluster at `address` or RAY_ADDRESS, by default in any
-    cluster whose head node is this machine. Raises ConfigError if there is none; JobFailedError if
-    it does not answer."""
+    """Returns the running job of that name in the cluster at `address` or RAY_ADDRESS, by default
+    in any cluster whose head node is this machine. Raises ConfigError if no such job is running;
+    JobFailedError if the job does not answer."""
     job = find_any(name, address)
     if isinstance(job, EndedJob):
         ended_s = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job.status.at_s))
         raise ConfigError(
             f"no running job is called {name!r}: it {job.status.state} at {ended_s}",
-            fix=f"`rayzero status {name}` or `rayzero logs {name}`, or submit it again",
+            fix=f"run `rayzero status {name}` or `rayzero logs {name}`, or submit it again",
         )
     return job
 
 
 def find_any(name: str, address: str | None) -> RunningJob | EndedJob:
-    """Finds a job as `find_running` does, or the record of its end, if it has ended and a cluster
-    has one. Raises ConfigError if no cluster has the job or a record of it; JobFailedError if it
+    """Finds a running job as `find_running` does, or else the record of its end, if a cluster has
+    one. Raises ConfigError if no cluster has the job or such a record; JobFailedError if the job
     does not answer."""
     running: list[str] = []
     ended: list[EndedJob] = []
@@ -215,8 +215,8 @@ def find_any(name: str, address: str | None) -> RunningJob | EndedJob:
 
 
 def end_leftovers(name: str, address: str | None) -> int:
-    """Ends the actors and placement groups that a job has left in the clusters of `find_running`,
-    where it has no process any more; returns their number. Raises as `connect_each`."""
+    """Ends the actors and placement groups that a job has left in clusters where its process has
+    ended. Returns their number. `address` is as for `find_running`. Raises as `connect_each`."""
     number = 0
     for cluster in connect_each(address):
         try:

@@ -1,7 +1,7 @@
-"""The runs that a job's folder has from before.
+"""Earlier runs in a job's folder.
 
-One that was lost is adopted, the result of one that has succeeded is repeated if nothing is left to
-train, and with `checkpoint.resume: scratch` their files are set aside.
+A lost run is adopted. The result of a run that has succeeded is repeated if nothing is left to
+train. With `checkpoint.resume: scratch` the files of earlier runs are set aside.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from rayzero.orchestrator.results import OWN_KEYS, JobResult
 from rayzero.orchestrator.spec import JobSpec
 
 TRAIN_HINT = (
-    "more steps, another name, or --restart (restart=True), which sets the files of the last run "
-    "aside"
+    "set more steps, another name, or --restart (restart=True), which sets the files of the last "
+    "run aside"
 )
 
 CHANGED_SOURCE = "its file, or a module that it imports from here, has changed"
@@ -56,9 +56,10 @@ _ANY_WEIGHTS = (*ADOPTABLE_KEYS, "checkpoint")
 
 @dataclass(frozen=True)
 class PastRuns:
-    """
+    """The earlier run from which a job continues, if any. At most one of the two is set.
+
     Args:
-        lost: a run that ended without an end, to adopt.
+        lost: a run to adopt, because its controller was lost before the run's end.
         last: the last run, if it has ended and this job may continue from its checkpoints.
     """
 
@@ -67,10 +68,14 @@ class PastRuns:
 
 
 def load_past_runs(plan: JobPlan, warn: Callable[[str], None]) -> PastRuns:
-    """Sets the files of the last run aside if that is asked for. May block; the caller holds the
-    folder's lease. Raises ConfigError if the last run was lost and this job differs from it, or if
-    its journal is damaged and this job does not say what to begin with; JobStoppedError if this
-    process was restarted just after the job's end."""
+    """Returns the earlier run from which this job continues. With `checkpoint.resume: scratch` sets
+    the files of the last run aside. May block; the caller holds the folder's lease.
+
+    Raises:
+        ConfigError: the last run was lost and this job differs from it; or the journal is damaged,
+            and `checkpoint.resume` does not name what to begin with.
+        JobStoppedError: this process was restarted just after the job's end.
+    """
     says_what_to_begin_with = plan.spec.checkpoint.resume not in ("auto", "never")
     read = read_journal if says_what_to_begin_with else read_sound_journal
     history = read(plan.job_folder)
@@ -94,8 +99,8 @@ def load_past_runs(plan: JobPlan, warn: Callable[[str], None]) -> PastRuns:
 
 
 def _is_restarting(history: JobFacts | None, plan: JobPlan) -> bool:
-    """Whether a run that started from scratch was lost: it is continued by the same command, which
-    the program that submitted it may repeat by itself."""
+    """Returns whether a run that started from scratch was lost. The same command continues such a
+    run, because the program that submitted the job may repeat the command by itself."""
     if history is None or history.end_state:
         return False
     before = history.spec.get("checkpoint", {}).get("resume")
@@ -103,9 +108,9 @@ def _is_restarting(history: JobFacts | None, plan: JobPlan) -> bool:
 
 
 def set_aside(job_folder: str) -> str:
-    """Moves all that is in a job's folder, but its lease, into a new folder next to it, NAME.1 or
-    the next number. Returns that; empty if there is nothing to move, or in an object store, which
-    cannot: there only damaged checkpoints may be left behind."""
+    """Moves everything in a job's folder except its lease into a new folder next to it: NAME.1, or
+    the next free number. Returns the new folder; an empty string if there is nothing to move, or
+    in an object store, which cannot move files (there only damaged checkpoints may be left)."""
     if is_remote(job_folder):
         return ""
     folder = Path(local_path(job_folder))
@@ -123,11 +128,11 @@ def set_aside(job_folder: str) -> str:
 
 
 def repeated_result(plan: JobPlan, last: LastRun | None) -> JobResult | None:
-    """The result of the last run, if it has made all steps of this job and nothing is left to
-    train. None if something is left, or cannot be known yet. May block.
+    """Returns the result of the last run, if that run has made all steps of this job. Returns None
+    if steps are left to train, or may be. May block.
 
     Raises:
-        ConfigError: nothing is left, and this job would have trained other weights.
+        ConfigError: no steps are left, but this job would have trained other weights.
     """
     spec = plan.spec
     if last is None or not last.has_succeeded or not spec.steps or spec.checkpoint.resume != "auto":
@@ -168,11 +173,11 @@ def remove_summary(plan: JobPlan) -> None:
 
 
 def _read_summary(plan: JobPlan) -> dict[str, Any] | None:
-    """Reads it from the store; that of an earlier version from this machine's disk."""
+    """Reads `summary.json` from the store; that of an earlier version from this machine's disk."""
     with suppress(OSError, ValueError):
         try:
             content = open_store(plan.job_folder).read(plan.summary_path.name)
-            if plan.spec.checkpoint.is_url:  # the run was another machine's, perhaps
+            if plan.spec.checkpoint.is_url:  # another machine may have made the run
                 plan.summary_path.write_bytes(content)
         except StoreError:
             content = plan.summary_path.read_bytes()
@@ -182,9 +187,10 @@ def _read_summary(plan: JobPlan) -> dict[str, Any] | None:
 
 
 def compare_with(history: JobFacts, spec: JobSpec, source: str) -> LastRun:
-    """
+    """Returns the last run, with its differences from this job.
+
     Args:
-        source: as of `hash_source`.
+        source: the hash of this job's code, by `hash_source`.
     """
     diffs = diff_documents(_with_defaults(history.spec), redact_document(to_document(spec)))
     lines = not_covered_by(diffs, _ANY_WEIGHTS) + _global_batch_diff(history, spec)
@@ -195,14 +201,15 @@ def compare_with(history: JobFacts, spec: JobSpec, source: str) -> LastRun:
 
 
 def _with_defaults(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The document as this version would have written it: another one may have other keys."""
+    """Returns the document as this version would have written it. Another version may have other
+    keys."""
     with suppress(ConfigError):
         return to_document(validate_document(JobSpec, dict(document), "the journal"))
     return document
 
 
 def why_not_adoptable(history: JobFacts, spec: JobSpec) -> ConfigError | None:
-    """Why this job must not continue a lost run; None if it may."""
+    """Returns an error that says why this job must not continue a lost run; None if it may."""
     document = redact_document(to_document(spec))
     diffs = not_covered_by(diff_documents(history.spec, document), ADOPTABLE_KEYS)
     diffs += _global_batch_diff(history, spec)

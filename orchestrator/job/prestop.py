@@ -1,9 +1,11 @@
 """preStop hook of a head pod: stops the jobs of a cluster, each with a last checkpoint.
 
 `python -m rayzero.orchestrator.job.prestop SECONDS [unless-workers-stay]`. The jobs' processes run
-on the head node; without them no worker would write a last checkpoint. Where a head comes back to
-what it was, its jobs go on, unless all nodes end with it (an uninstall, a suspended job), whose
-own hooks then drain them.
+on the head node; without them no worker would write a last checkpoint.
+
+With `unless-workers-stay`, jobs are stopped only if all other nodes are drained, too, as in an
+uninstall or a suspended job. Otherwise the head is expected to come back with its state, and the
+jobs continue.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _CALL_TIMEOUT_S = 5.0
 
 
 def stop_all_jobs(limit_s: float) -> int:
-    """Stops every job of the connected cluster, each with a last checkpoint; the exit code."""
+    """Stops all jobs of the connected cluster, with last checkpoints. Returns the exit code."""
     deadline_s = monotonic() + limit_s
     running = list_running()
     for job in running:
@@ -44,7 +46,8 @@ def stop_all_jobs(limit_s: float) -> int:
 
 
 def all_nodes_leave(limit_s: float) -> bool:
-    """Whether every node of the connected cluster but the head is drained before the limit."""
+    """Returns whether every node of the connected cluster except the head begins to drain within
+    the limit."""
     deadline_s = monotonic() + limit_s
     while staying := node_capacities().keys() - {head_node_id()} - draining_node_ids():
         if monotonic() > deadline_s:

@@ -1,5 +1,5 @@
-"""Records the events of a job in its process: in a buffer that clients poll, the log and the
-journal; where checkpoints are in a store, the log and the results there, too."""
+"""Records the events of a job in its process: in a buffer that clients poll, in the log and in the
+journal. If checkpoints are in a store, copies the log and the results there, too."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from rayzero.orchestrator.top.format import format_time
 from rayzero.workers.bounded_queue import MAX_ITEMS, BoundedQueue
 
 MAX_PAGE_EVENTS = 500  # events in one reply
-MAX_PAGE_BYTES = 2**20  # of one reply, beyond its first event
+MAX_PAGE_BYTES = 2**20  # limit for one reply, beyond its first event
 BATCH_DELAY_S = 0.02  # how long a reply is held back, to include events that follow at once
-LATEST = -1  # requests the newest state and step, and then the events to come
+LATEST = -1  # requests the newest state and step, and then all later events
 _LOG_FLUSH_INTERVAL_S = 0.2
 
 
 class EventBuffer:
-    """An observer that keeps the newest events for clients to poll; the reply to a client that is
-    further behind has the number that it misses. Used from one event loop."""
+    """An observer that keeps the newest events for clients to poll. If events that a client has not
+    read were dropped, the reply states their number. Used from one event loop."""
 
     def __init__(self, max_events: int = MAX_ITEMS, max_page_events: int = MAX_PAGE_EVENTS) -> None:
         self.run = secrets.token_hex(8)
@@ -64,16 +64,17 @@ class EventBuffer:
         self._changed.notify()
 
     def finish(self, ended: EndedJob) -> None:
-        """There are no events after this."""
+        """Records the job's end. No events may follow."""
         self.ended = ended
         self._changed.notify()
 
     async def fetch_since(self, run: str, since: int, timeout_s: float) -> EventPage:
-        """The events after number `since`; waits up to `timeout_s` for one.
+        """Returns the events after the first `since` ones. Waits up to `timeout_s` for one.
 
         Args:
-            run: the buffer that numbered them; the numbers of another process are ignored.
-            since: 0 for all that are kept, or `LATEST`.
+            run: id of the buffer to which `since` refers. If that was another process's buffer,
+                returns all events that are kept.
+            since: number of events to skip; 0 for all that are kept, or `LATEST`.
         """
         if since == LATEST:
             return EventPage(
@@ -95,7 +96,7 @@ class EventBuffer:
 
 
 def redact_event(event: JobEvent) -> JobEvent:
-    """The event without credentials in URLs."""
+    """Returns the event without credentials in URLs."""
     texts = {
         item.name: redact_url(text)
         for item in fields(event)
@@ -105,15 +106,16 @@ def redact_event(event: JobEvent) -> JobEvent:
 
 
 class JobRecorder:
-    """Keeps a job's events: in the buffer, the log and the journal. Opens no file itself.
+    """Keeps a job's events in the buffer, the log and the journal. Opens no file itself.
 
     Args:
-        seconds: the wall time by cause, for the journal.
+        seconds: returns the wall time by cause, for the journal.
         fence: raises when another process owns the job's folder; called in the writers' threads.
         warn: emits a warning; thread-safe.
 
     Attributes:
-        store_writer: writes what a store gets besides the journal, which must not wait for it.
+        store_writer: writes everything into a store except the journal, which must not wait for
+            the rest.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class JobRecorder:
         self._buffer = buffer
         self._events = events
         self.store_writer = BackgroundWriter(warn)
-        # The holder of the lease makes the job's folder again if it is removed, and nobody else.
+        # If the job's folder is removed, only the holder of its lease may make it again.
         append_lines = partial(append_log, plan.log_path, parents=plan.spec.checkpoint.is_url)
         self._store_summary: Callable[[JobResult], None] = lambda _: None
         write_log: Callable[[Sequence[str]], object] = append_lines
@@ -145,13 +147,13 @@ class JobRecorder:
         def write_lines(lines: Sequence[str]) -> None:
             files.write([JournalUpdate(self._newest_facts, line) for line in lines])
 
-        # Lines alone: with the facts of each the queue would be full after some hundred events.
+        # The queue has only lines. With the facts of each it would be full after some 100 events.
         self._journal_queue = writer.add_queue("the journal", write_lines, files.flush_interval_s)
         JournalWriter(self._put_update, events, seconds, files.step_interval_s)
         self._owns_journal = True
 
     def begin(self, *, adopted: bool) -> None:
-        """Writes the first entry of this process into the journal, and keeps the job's events."""
+        """Writes this process's first entry into the journal, and begins to keep events."""
         worker_spec = self._plan.worker_spec
         self._events.emit(
             RunBegun(
@@ -170,7 +172,7 @@ class JobRecorder:
         self._events.subscribe(self._show)
 
     def end(self, outcome: JobResult | RayzeroError) -> None:
-        """The last entry of the journal, and the last lines of the log: how the job ended."""
+        """Writes how the job ended, as the journal's last entry and the log's last lines."""
         error = outcome.seen if isinstance(outcome, RayzeroError) else ""
         if isinstance(outcome, JobResult):
             lines = list(summary_lines(outcome))
@@ -184,13 +186,14 @@ class JobRecorder:
         self._events.emit(RunEnded(str(final_state(outcome)), error))
 
     def stop_journal(self) -> None:
-        """Writes nothing into the job's folder any more: another process owns it."""
+        """Stops writing into the job's folder, because another process owns it."""
         self._owns_journal = False
         self._journal_queue.discard()
         self.store_writer.close(0.0)
 
     def write_again(self) -> None:
-        """The files in the job's folder were removed: writes the journal's state, and a line."""
+        """Writes the journal's state and an event, after the files in the job's folder were
+        removed."""
         self._events.emit(FolderRemoved())
 
     @property
@@ -198,13 +201,15 @@ class JobRecorder:
         return self._journal_queue.is_empty
 
     def flush_journal(self, limit_s: float) -> bool:
-        """Blocks until what has happened so far is durable. Returns whether it is, in time."""
+        """Blocks until all events so far are durable. Returns False if that takes too long."""
         return self._journal_queue.flush(limit_s)
 
     def close_store(self, limit_s: float) -> None:
-        """Writes what the store has not got yet; after the log file's end. Blocks for up to
-        `limit_s`."""
-        if not self.store_writer.close(limit_s) and self._owns_journal:
+        """Writes the rest of the log and the results into the store. Called after the last line of
+        the log file. Blocks for up to `limit_s`."""
+        if not self._owns_journal:
+            return  # `stop_journal` has closed the writer; another limit would let it try again
+        if not self.store_writer.close(limit_s):
             self.store_writer.warn(
                 "the store has not taken the end of the job's log, or its results: they are in "
                 f"{self._plan.output_dir}"
@@ -213,8 +218,8 @@ class JobRecorder:
     def _open_store_queues(
         self, append_lines: Callable[[Sequence[str]], int], fence: Callable[[], None]
     ) -> Callable[[Sequence[str]], None]:
-        """Copies the log, and the results at the end, into the job's store. Returns what writes
-        lines of the log."""
+        """Opens the queues that copy the log, and the results at the end, into the job's store.
+        Returns a function that writes lines of the log, to be called instead of `append_lines`."""
         upload = LogUpload(self._plan, self.store_writer.warn, fence)
         interval_s = self._plan.spec.records.interval_s
         log = self.store_writer.add_queue("the log in the store", upload.write, interval_s)
@@ -234,7 +239,7 @@ class JobRecorder:
         return write_log
 
     def _put_update(self, update: JournalUpdate) -> None:
-        self._newest_facts = update.facts  # before its line: the state is never older than that
+        self._newest_facts = update.facts  # first, so that the state is never older than a line
         if self._owns_journal:
             self._journal_queue.put(update.line)
 

@@ -15,8 +15,8 @@ SUMMARY_RETRY_S = 1.0  # pause between two attempts to write `summary.json`
 async def save_summary(
     result: JobResult, clock: Clock, limit_s: float, warn: Callable[[str], None]
 ) -> None:
-    """Writes `summary.json`, with retries: an outage of its disk is shorter than the limit. Raises
-    JobFailedError if the disk does not take it, or does not answer."""
+    """Writes `summary.json`, with retries for `limit_s`, because an outage of the disk may be
+    short. Raises JobFailedError if the disk does not take the file, or does not answer."""
     reasons: list[str] = []
 
     async def write() -> None:
@@ -36,6 +36,6 @@ async def save_summary(
         raise JobFailedError(
             f"training has succeeded, but {result.summary_path} cannot be written for "
             f"{limit_s:g} s: {reason}",
-            fix="checkpoint.path, the disk it is on, or a longer recovery.patience_s, of which "
+            fix="check checkpoint.path and its disk, or set a longer recovery.patience_s, of which "
             "half is waited for",
         ) from None

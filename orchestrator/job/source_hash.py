@@ -1,7 +1,7 @@
 """A hash of the code that a job trains with, which distinguishes jobs of the same name.
 
-It covers the file of the function or script, and the modules of the job's folder that it imports,
-directly or through others. They are read, not imported.
+The hash covers the file of the function or script, and the modules of the job's folder that the
+file imports, directly or through others. The files are read, not imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from rayzero.orchestrator.job.entrypoint_check import source_in
 from rayzero.orchestrator.spec import JobSpec
 
 MAX_MODULES = 100
-"""The first ones in the order of imports: a job does not wait for the rest of a large library."""
+"""At most this many modules are hashed, the first in the order of imports, so that a job does not
+wait while all of a large library is read."""
 _NOT_THE_USERS = ("rayzero",)
 _INSTALLED = "site-packages"
 _UNREADABLE = (OSError, TypeError, SyntaxError, ValueError, RecursionError)
@@ -31,17 +32,17 @@ _UNREADABLE = (OSError, TypeError, SyntaxError, ValueError, RecursionError)
 
 @dataclass(frozen=True)
 class _Module:
-    """A module's file. `package`: the name that its relative imports begin with; empty if it has
-    none."""
+    """A module's file. `package` is the one to which the module's relative imports refer; empty if
+    there is none."""
 
     path: Path
     package: str = ""
 
 
 def hash_source(spec: JobSpec, folder: str, function: Callable[[Any], Any] | None = None) -> str:
-    """The hash of the file of the function or script, or of a given function's own source, and of
-    the local modules that the file imports; empty if there is no such source. Comments and
-    formatting do not count.
+    """Returns the hash of a job's code: the file of the function or script, or only the source of a
+    given `function`, and the local modules that the file imports. Comments and formatting do not
+    count. Returns an empty string if the source cannot be read.
 
     Args:
         folder: where the workers import from first.
@@ -63,8 +64,8 @@ def hash_source(spec: JobSpec, folder: str, function: Callable[[Any], Any] | Non
 
 
 def _roots(folder: str, path: Path) -> list[Path]:
-    """The folders from which a function's file imports local modules; none if it is not in the
-    job's folder, or installed there."""
+    """Returns the folders from which a function's file imports local modules. Returns none if the
+    file is not in the job's folder, or is part of an installed package there."""
     top = Path(folder).absolute()
     if not path.absolute().is_relative_to(top) or _INSTALLED in path.parts:
         return []
@@ -72,14 +73,15 @@ def _roots(folder: str, path: Path) -> list[Path]:
 
 
 def _hash(tree: ast.Module, start: _Module, roots: Sequence[Path]) -> str:
-    """Python's versions have different syntax trees."""
+    """Hashes syntax trees. The version of Python is included, because the trees depend on it."""
     text = [f"{sys.version_info[:2]}{ast.dump(tree)}"]
     text += [f"{name}\n{code}" for name, code in sorted(_local_code(start, roots).items())]
     return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
 
 def _local_code(start: _Module, roots: Sequence[Path]) -> dict[str, str]:
-    """The code of the modules in these folders that a module imports, by their names."""
+    """Returns the syntax trees of the modules in `roots` that a module imports, directly or through
+    others, by their paths."""
     code: dict[str, str] = {}
     waiting, seen = deque([start]), {start.path.absolute()}
     while waiting and len(code) < MAX_MODULES:
@@ -87,9 +89,9 @@ def _local_code(start: _Module, roots: Sequence[Path]) -> dict[str, str]:
         try:
             tree = _parse(module.path.read_bytes())
         except _UNREADABLE:
-            continue  # the process that imports it gets the error
+            continue  # the process that imports the module gets the error
         if module is not start:
-            code[_name(module.path, roots)] = ast.dump(tree)
+            code[_relative_path(module.path, roots)] = ast.dump(tree)
         for name in _imported_names(tree, module.package):
             found = _find(name, roots)
             if found is not None and found.path.absolute() not in seen:
@@ -98,7 +100,7 @@ def _local_code(start: _Module, roots: Sequence[Path]) -> dict[str, str]:
     return code
 
 
-def _name(path: Path, roots: Sequence[Path]) -> str:
+def _relative_path(path: Path, roots: Sequence[Path]) -> str:
     root = next(root for root in roots if path.is_relative_to(root))
     return str(path.relative_to(root))
 
@@ -112,7 +114,8 @@ def _find(name: str, roots: Sequence[Path]) -> _Module | None:
 
 
 def _imported_names(tree: ast.Module, package: str) -> Iterator[str]:
-    """Names of modules, and of what may be one: `from package import name`."""
+    """Yields the names of modules that a module imports, with their packages. Of `from package
+    import name`, `package.name` is included, because it may be a module."""
     for node in ast.walk(tree):
         names: list[str] = []
         match node:

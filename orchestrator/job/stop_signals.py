@@ -1,5 +1,8 @@
-"""Ctrl-C and SIGTERM while a process waits for a job: the first requests the job's stop, the second
-ends the wait. For the command line and `Job.run`. Imports no Ray, whose import takes a second."""
+"""Ctrl-C and SIGTERM while a process waits for a job, for the command line and `Job.run`.
+
+The first signal requests the job's stop, the second one ends the wait. This module does not import
+Ray, whose import takes a second.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +25,18 @@ _SIGNAL_POLL_S = 0.1
 class StopSignals:
     """Handles signals inside a `with`, in the main thread.
 
-    Until `graceful`, the first signal raises JobInterrupted; after it, it is only recorded, and the
-    main thread's loop acts on it. The second calls `on_second`.
+    Before `graceful` is called, the first signal raises JobInterrupted. Afterwards it is only
+    recorded, and the main thread's loop acts on it. The second signal calls `on_second`.
 
-    JobInterrupted, because a plain KeyboardInterrupt that is raised inside `exec` of a string, as
-    where a module with dataclasses is imported, makes Python end the process by SIGINT although it
-    was caught (CPython's `unhandled_keyboard_interrupt`): the exit code would be lost.
+    The exception is not a plain KeyboardInterrupt: one that is raised inside `exec` of a string,
+    for example while a module with dataclasses is imported, makes Python end the process by SIGINT
+    although it was caught (CPython's `unhandled_keyboard_interrupt`). The exit code would be lost.
 
     Args:
-        numbers: of the signals.
-        ends_process: whether the second signal ends this process: a local Ray cluster with it, and
-            on any other cluster the job's process completes the stop by itself. Otherwise it
-            raises JobInterrupted.
+        numbers: numbers of the signals.
+        ends_process: whether the second signal ends this process. A local Ray cluster then ends
+            with it; on any other cluster the job's process completes the stop by itself. If False,
+            the second signal raises JobInterrupted.
     """
 
     def __init__(
@@ -51,8 +54,8 @@ class StopSignals:
 
     @classmethod
     def of_caller(cls) -> StopSignals:
-        """Ctrl-C, in a process that is not ours, such as a notebook: nothing in another thread than
-        the main one, or where it is handled already."""
+        """Returns a handler of Ctrl-C for a process that belongs to the caller, such as a notebook.
+        Handles no signal outside the main thread, or if the caller has a handler of its own."""
         is_main = threading.current_thread() is threading.main_thread()
         is_free = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
         return cls([signal.SIGINT] if is_free else (), ends_process=False)
@@ -73,7 +76,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def graceful(self) -> None:
-        """Makes the first signal be recorded only. Replaces handlers that were set meanwhile."""
+        """Makes the first signal only be recorded. Replaces handlers that were set meanwhile."""
         self._is_graceful = True
         for number in self._numbers:
             signal.signal(number, self._on_signal)
@@ -91,7 +94,7 @@ class StopSignals:
 
 
 def wait_stoppable(handle: JobHandle, signals: StopSignals, observer: JobObserver) -> None:
-    """Waits for the job's end; requests it at the first signal, and says so."""
+    """Waits for the job's end. At the first signal, requests the end and emits a warning."""
     stopping = False
     while not handle.wait(_SIGNAL_POLL_S):
         if signals.first is not None and not stopping:

@@ -17,24 +17,26 @@ from rayzero.orchestrator.journal.files import read_journal
 from rayzero.orchestrator.journal.parts import list_parts, part_number
 
 FOLLOW_POLL_S = 2.0
-_POLLS_AFTER_END = 2  # that find nothing: the journal's end is written just before the log's
+_POLLS_AFTER_END = 2  # polls that find nothing: the journal's end is written before the log's
 
 
 class StoredLog:
-    """The log of a job in the store with that folder of jobs.
+    """The log of a job, as parts in the job's folder in a store.
 
     Args:
-        note: says what is missing.
+        path: the `checkpoint.path` of the job file, which holds the folders of jobs.
+        note: called with a text when a part of the log is missing.
 
     Raises:
-        ConfigError: the folder has no such job, or not its log; StoreError.
+        ConfigError: the folder has no such job, or no log of the job.
+        StoreError: the store cannot be read.
     """
 
     def __init__(self, path: str, name: str, note: Callable[[str], object]) -> None:
         self._folder = job_folder(path, name)
         self._note = note
         self._store = open_store(join_url(self._folder, LOG_FOLDER))
-        self._read_bytes: dict[str, int] = {}  # of parts, by name
+        self._read_bytes: dict[str, int] = {}  # how much of each part was read, by its name
         self._last = ""  # the part that was read last
         self._ends_line = True
         self._damaged: list[str] = []
@@ -48,9 +50,9 @@ class StoredLog:
             )
 
     def parts(self, follow: bool = False) -> Iterator[bytes]:
-        """The log from its oldest part on; with `follow` until the job's end, and then an empty
-        part where there is no more yet. Raises StoreError; DataError at the end, if a part is
-        damaged."""
+        """Yields the log from its oldest part on. With `follow`, waits for new parts until the
+        job's end, and yields an empty part each time there is no more yet. Raises StoreError;
+        DataError at the end, if a part is damaged."""
         quiet_polls = 0
         while quiet_polls < _POLLS_AFTER_END:
             has_ended = not follow or self._has_ended()  # before the parts are listed
@@ -76,7 +78,7 @@ class StoredLog:
         return facts is not None and bool(facts.end_state)
 
     def _read(self, part: StoreEntry) -> Iterator[bytes]:
-        """Yields what is new in a part."""
+        """Yields what was added to a part since it was read last."""
         begin = self._read_bytes.get(part.name, 0)
         try:
             content = self._store.read(part.name)
@@ -86,9 +88,9 @@ class StoredLog:
             return
         if part.name != self._last:
             self._note_missing(part_number(self._last), part_number(part.name))
-            # The process that wrote the part before may have been killed within a line.
+            # If another process wrote the previous part, it may have been killed within a line.
             is_same_process = part.name.split("-")[1:] == self._last.split("-")[1:]
-            if not (self._ends_line or is_same_process):
+            if not self._ends_line and not is_same_process:
                 yield b"\n"
             self._last = part.name
         self._read_bytes[part.name] = len(content)
@@ -108,7 +110,7 @@ class StoredLog:
 
 
 def _decompress(content: bytes) -> Iterator[bytes]:
-    """Yields each chunk that was compressed at once. Raises zlib.error at the first damaged one."""
+    """Decompresses the chunks of a part one by one. Raises zlib.error at the first damaged one."""
     while content:
         chunk = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)  # with gzip's header and checksum
         lines = chunk.decompress(content, 2 * CHUNK_BYTES)

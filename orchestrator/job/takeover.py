@@ -1,4 +1,4 @@
-"""The part of an earlier process of a job that a new one takes over: run, vaults, workers."""
+"""Takes over what earlier processes of a job have left: its run, its vaults and its workers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from rayzero.workers.lifetimes import Owned
 
 @dataclass(frozen=True)
 class Takeover:
-    """
+    """The parts of an earlier run with which a job's new process continues.
+
     Args:
-        vaults: of the run that is continued.
-        living: of that run; None: none has lived on.
-        first_index: for the next workers: no earlier one has this or a greater one, as far as
-            names tell.
-        epoch: of this process's claim, which agents obey before the lease is held.
+        past: the earlier runs in the job's folder.
+        vaults: the vaults of the run that is continued.
+        living: the workers of that run that are alive; None if there are none.
+        first_index: index of the next worker. It is greater than the index of every earlier worker
+            whose actor name is known.
+        epoch: epoch of this process's claim. Agents obey it before the lease is held.
     """
 
     past: PastRuns
@@ -39,12 +41,14 @@ async def take_over(
     warn: Callable[[str], None],
     is_stopped: Callable[[], bool],
 ) -> Takeover:
-    """Ends all that earlier processes of the job have left, but what is continued. Living workers
-    of the same run, whose process Ray has restarted, are continued at once, or once the store
-    answers; all else only once the lease is held.
+    """Takes over what is continued, and ends everything else that earlier processes have left.
+
+    Workers of the same run that are alive, because Ray has restarted the job's process, continue
+    before the lease is held: all that is needed is that the store answers. Everything else waits
+    for the lease.
 
     Args:
-        begin_lease: with whether the job trains already.
+        begin_lease: begins to acquire the lease; called with whether the job is training already.
 
     Raises:
         RayzeroError: as `acquire_lease`, `outlast_store` and `load_past_runs`.
@@ -60,12 +64,12 @@ async def take_over(
         past = await asyncio.to_thread(outlast_store, load, warn, is_stopped)
         find_epoch = partial(next_epoch, plan.job_folder)
         epoch = await asyncio.to_thread(outlast_store, find_epoch, warn, is_stopped)
-        if past.lost is None:  # its journal was removed
+        if past.lost is None:  # the run's journal was removed, so it cannot be continued
             living = None
             await inherited.end_workers()
     if living is None:
         epoch = (await asyncio.to_thread(lease.wait)).epoch
-        await inherited.end_workers()  # first: they write into the folder
+        await inherited.end_workers()  # before the load: workers write into the folder
         past = await asyncio.to_thread(load)
     continued = past.lost.run if past.lost is not None else ""
     vaults = await inherited.end_vaults(continued)

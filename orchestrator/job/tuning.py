@@ -28,16 +28,18 @@ _OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|out of memory|can't allocate memory|MemoryError|OOM|low memory",
     re.IGNORECASE,
 )
-_MAX_NAME = 48  # of a job's 63 characters, for the script's part
+_MAX_NAME = 48  # how much of the name, at most 63 characters, is that of the job to tune
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """The results of tuning: that of every try, in order, and the best one, if any succeeded.
+    """The results of tuning.
 
     Args:
-        spec: the job with the best settings.
-        config: the script's config with them.
+        results: the result of each try, in order.
+        best: the best result; None if no try succeeded.
+        spec: the job, with the best settings.
+        config: the script's config, with the best settings.
     """
 
     settings: AutotuningConfig
@@ -48,8 +50,8 @@ class Tuned:
 
 
 class ScriptTuner:
-    """Runs the tries of a job that launches a script, each as a job of its own in `exps_dir`, with
-    the largest number of workers.
+    """Tries settings for a job that launches a script. Each try is a job of its own in `exps_dir`,
+    with the largest number of workers.
 
     Args:
         cluster: stays connected.
@@ -60,16 +62,17 @@ class ScriptTuner:
         self, spec: JobSpec, cluster: ClusterConnection, show: Callable[[str], None]
     ) -> None:
         if spec.launch is None:
-            raise ConfigError("there is no script to tune", fix="`rayzero launch SCRIPT`")
+            raise ConfigError("there is no script to tune", fix="run `rayzero launch SCRIPT`")
         self._spec = spec
         self._launch = spec.launch
         self._cluster = replace(cluster, owned=False)  # or the handle of a try would close it
         self._show = show
 
     def tune(self) -> Tuned:
-        """Raises ConfigError or JobFailedError if the script fails before it builds an engine, or
-        its batches do not follow the settings; JobStoppedError if a try was stopped."""
-        # Until the script has reported its config, the folder is that of the default.
+        """Runs all tries. Raises ConfigError or JobFailedError if the script fails before it builds
+        an engine, or its batches do not follow the settings; JobStoppedError if a try was stopped.
+        """
+        # The script's own `exps_dir` is not known until the script has reported its config.
         folder = AutotuningConfig().exps_dir
         probed = self._run("plan", folder, self._launch, timed_steps=[])
         document = self._value(probed, "document", "builds no engine")
@@ -107,21 +110,21 @@ class ScriptTuner:
         except JobStoppedError:
             raise
         except RayzeroError as error:
-            full = _OUT_OF_MEMORY.search(str(error)) is not None
-            failure = "out of memory" if full else first_line(error)
-            result = TryResult(candidate, failure=failure, out_of_memory=full)
+            out_of_memory = _OUT_OF_MEMORY.search(str(error)) is not None
+            failure = "out of memory" if out_of_memory else first_line(error)
+            result = TryResult(candidate, failure=failure, out_of_memory=out_of_memory)
         path.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
         return result
 
     def _run(
         self, name: str, folder: str, launch: LaunchSpec, *, timed_steps: list[int]
     ) -> dict[str, Any]:
-        """A try's summary."""
+        """Runs the script with these settings, and returns the summary of its job."""
         workers, spec = self._spec.workers, self._spec
         changes: dict[str, dict[str, Any]] = {
             "workers": {"min": workers.most, "max": None, "spares": 0},
             "checkpoint": {"path": folder, "every_steps": None, "resume": "auto"},
-            "recovery": {"max_faults": 0},  # a repair would be in the measurement
+            "recovery": {"max_faults": 0},  # a repair would distort the measurement
             "metrics": {"port": None},
         }
         sections = {
@@ -129,7 +132,8 @@ class ScriptTuner:
         }
         tried = launch.model_copy(update={"timed_steps": timed_steps})
         own = {"name": self._name(name), "launch": tried, "faults": [], "ledger": False}
-        shutil.rmtree(Path(folder, self._name(name)), ignore_errors=True)  # of an earlier tuning
+        # An earlier tuning may have left this folder.
+        shutil.rmtree(Path(folder, self._name(name)), ignore_errors=True)
         job = Job.from_spec(spec.model_copy(update={**sections, **own}))
         handle = job.submit_to(self._cluster, NullObserver())
         try:
@@ -146,16 +150,21 @@ class ScriptTuner:
         raise ConfigError(
             f"{self._launch.script or self._launch.module} {otherwise}",
             allowed="a script that trains through deepspeed.initialize, Accelerate or Trainer",
-            fix="autotuning.end_profile_step in its config, or the script",
+            fix="change autotuning.end_profile_step in its config, or the script",
         )
 
 
 def script_facts(probed: dict[str, Any], flag: str | None) -> ScriptFacts:
-    """The facts of the script's run up to its engine; `flag` as `find_batch_flag` returns it."""
+    """Returns what is known of a script from `probed`, the summary of a run that ended when its
+    engine was built. `flag` is the result of `find_batch_flag`."""
     document, world_size = probed["document"], probed["world_size"]
     named = (document.get("zero_optimization") or {}).get("stage", "all")
     wanted = range(4) if named == "all" else named if isinstance(named, list) else [named]
-    sizes = {int(key): it for key, it in probed["stage_bytes"].items() if int(key) in wanted}
+    sizes = {
+        int(stage): nbytes
+        for stage, nbytes in probed["stage_bytes"].items()
+        if int(stage) in wanted
+    }
     total, steps = document.get("train_batch_size"), document.get("gradient_accumulation_steps")
     if flag is None and isinstance(total, int):
         return ScriptFacts(sizes, probed["device_bytes"], world_size, total)
@@ -164,7 +173,8 @@ def script_facts(probed: dict[str, Any], flag: str | None) -> ScriptFacts:
 
 
 def find_batch_flag(args: Sequence[str], settings: AutotuningConfig) -> str | None:
-    """The script's argument for the micro-batch; None if it takes that from its config."""
+    """Returns the script's argument for the micro-batch; None if the script takes the micro-batch
+    from its config."""
     named = (settings.arg_mappings or {}).get(MICRO_BATCH)
     given = {arg.partition("=")[0] for arg in args}
     return named or next((flag for flag in _BATCH_FLAGS if flag in given), None)
@@ -173,20 +183,20 @@ def find_batch_flag(args: Sequence[str], settings: AutotuningConfig) -> str | No
 def apply(
     candidate: Candidate, launch: LaunchSpec, document: dict[str, Any], flag: str | None
 ) -> LaunchSpec:
-    """How the script is launched with the candidate's settings."""
+    """Returns the settings with which the script is launched for a candidate."""
     changes: dict[str, Any] = {
         "zero_optimization": {"stage": candidate.stage},
         "autotuning": {"enabled": False},
     }
     args, size = launch.args, candidate.micro_batch
     if flag is None:
-        # A global batch that is given is kept; else it follows.
+        # A global batch that the config gives is kept. Otherwise it follows from the micro-batch.
         kept = isinstance(document.get("train_batch_size"), int)
         derived = "gradient_accumulation_steps" if kept else "train_batch_size"
         changes |= {MICRO_BATCH: size, derived: None}
     elif flag in args:
-        at = args.index(flag)
-        args = [*args[: at + 1], str(size), *args[at + 2 :]]
+        position = args.index(flag)
+        args = [*args[: position + 1], str(size), *args[position + 2 :]]
     else:
         args = [*(arg for arg in args if not arg.startswith(f"{flag}=")), f"{flag}={size}"]
     overrides = launch.overrides | changes

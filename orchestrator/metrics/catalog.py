@@ -1,10 +1,10 @@
-"""The catalog of all Prometheus metrics, and the walk over it at a scrape.
+"""The catalog of all Prometheus metrics, and the functions that read it at a scrape.
 
-A metric is one row: name, help, where its value is read (a path of `JobMetrics` or a function), and
-labels. `docs/metrics.md` is generated from the rows. Names follow the Prometheus
-conventions: base units, `_total` on counters, times as Unix seconds under `_timestamp_seconds`.
-Every metric has the label `job`, so scrapes must honor labels. Those with the label `rank` have one
-series for each rank of the newest generation.
+A metric is one row: name, help, source of the value (a path of `JobMetrics` or a function), and
+labels. `docs/metrics.md` is generated from the rows. Names follow the Prometheus conventions: base
+units, `_total` on counters, times as Unix seconds under `_timestamp_seconds`. Every metric has the
+label `job`, so scrapes must honor labels. Metrics with the label `rank` have one series for each
+rank of the newest generation.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _info(job: JobMetrics) -> Mapping[tuple[str, ...], float]:
 
 
 def _traffic(unit: str, ranks: RankView) -> Mapping[str, float]:
-    """The traffic of each collective, by its name. `unit`: "bytes" or "calls"."""
+    """Returns the traffic of each collective, by its name. `unit` is "bytes" or "calls"."""
     return {
         name.removeprefix(TRAFFIC_PREFIX).removesuffix(f"/{unit}"): amount
         for name, amount in sorted(ranks.traffic.items())
@@ -65,8 +65,8 @@ def _memory(ranks: RankView) -> Mapping[tuple[str, ...], Sample]:
 
 
 def _replicas(read: Callable[[StoredStep], Sample]) -> Callable[[JobMetrics], Samples]:
-    """Values by place: vaults of the ranks' own nodes, and of other nodes."""
-    return lambda job: {place: read(level) for place, level in job.replicas.by_location.items()}
+    """Returns a reader of values by place: vaults of the ranks' own nodes, and of other nodes."""
+    return lambda job: {place: read(stored) for place, stored in job.replicas.by_location.items()}
 
 
 CATALOG_GROUPS: Mapping[str, tuple[JobSeries | RankSeries, ...]] = {
@@ -200,17 +200,17 @@ CATALOG_GROUPS: Mapping[str, tuple[JobSeries | RankSeries, ...]] = {
             "The step that a rank is working on.",
             lambda rank: rank.beat.step if rank.beat else None,
         ),
-        rank_gauge("rayzero_rank_step_seconds", "Duration of its last step.", "step_s"),
+        rank_gauge("rayzero_rank_step_seconds", "Duration of a rank's last step.", "step_s"),
         rank_series(
             "rayzero_rank_compute_seconds",
             "gauge",
-            "Duration of its last step without the time that it waited for other ranks.",
+            "Duration of a rank's last step without the time that it waited for other ranks.",
             _compute_s,
         ),
         rank_series(
             "rayzero_rank_silent_seconds",
             "gauge",
-            "Time since its training thread last made progress, as of its last heartbeat.",
+            "Time since a rank's training thread last made progress, as of its last heartbeat.",
             lambda rank: rank.beat.silent_s if rank.beat else None,
         ),
         rank_gauge(
@@ -225,7 +225,7 @@ CATALOG_GROUPS: Mapping[str, tuple[JobSeries | RankSeries, ...]] = {
         ),
         gauge(
             "rayzero_patience_seconds",
-            "Time without progress after which a rank counts as hung, where no limit is learned.",
+            "Time without progress after which a rank counts as hung, if no limit is learned.",
             "spec.recovery.patience_s",
         ),
     ),
@@ -270,7 +270,7 @@ CATALOG_GROUPS: Mapping[str, tuple[JobSeries | RankSeries, ...]] = {
         counter(
             "rayzero_repairs_total",
             "Faults that the job has recovered from.",
-            lambda job: {str(it): job.facts.repairs_by_cause.get(it, 0) for it in FaultCause},
+            lambda job: {str(key): job.facts.repairs_by_cause.get(key, 0) for key in FaultCause},
             "cause",
         ),
         counter(
@@ -297,27 +297,27 @@ CATALOG_GROUPS: Mapping[str, tuple[JobSeries | RankSeries, ...]] = {
         gauge(
             "rayzero_replica_step",
             "The newest step of which the vaults hold every rank's shard.",
-            _replicas(lambda level: level.step),
+            _replicas(lambda stored: stored.step),
             "place",
         ),
         gauge(
             "rayzero_replica_timestamp_seconds",
-            "When that step finished.",
-            _replicas(lambda level: level.at_unix_s),
+            "When the step of rayzero_replica_step finished.",
+            _replicas(lambda stored: stored.at_unix_s),
             "place",
         ),
         gauge(
             "rayzero_replica_unprotected_since_timestamp_seconds",
-            "Training since this time is in no replica: when the newest replicated step finished, "
-            "or, before there is one, the first step that was to be replicated.",
-            _replicas(lambda level: level.unprotected_since_unix_s),
+            "Training since this time is in no replica: when the newest replicated step finished; "
+            "before there is one, when the first step to be replicated finished.",
+            _replicas(lambda stored: stored.unprotected_since_unix_s),
             "place",
         ),
         gauge(
             "rayzero_replica_bytes",
             "Bytes that vaults hold of their own nodes' ranks (`node`), and that the newest step "
             "takes on other nodes (`other`).",
-            _replicas(lambda level: level.nbytes or None),
+            _replicas(lambda stored: stored.nbytes or None),
             "place",
         ),
     ),
@@ -384,14 +384,14 @@ CATALOG = {series.name: series for series in chain.from_iterable(CATALOG_GROUPS.
 
 
 def job_families(job: JobMetrics) -> Iterator[Metric]:
-    """The metrics of the job as a whole that have a value now. Takes about a millisecond."""
+    """Yields the metrics of the job as a whole that have a value. Takes about a millisecond."""
     for series in CATALOG.values():
         if isinstance(series, JobSeries) and (family := series.family(job.spec.name, job)).samples:
             yield family
 
 
 def rank_families(job: str, ranks: RankView) -> Iterator[Metric]:
-    """The metrics with one series for each rank, and the sums over ranks."""
+    """Yields the metrics with one series for each rank, and the sums over ranks."""
     for series in CATALOG.values():
         if isinstance(series, RankSeries) and (family := series.family(job, ranks)).samples:
             yield family

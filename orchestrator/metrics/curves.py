@@ -12,11 +12,11 @@ from rayzero.orchestrator.progress import StepRecord
 from rayzero.workers.spread import Spread
 
 MAX_BUCKETS = 512
-"""Maximum number of buckets of the loss curve, and of any curve on its own."""
+"""Maximum number of buckets of the loss curve, and default of a `Curve`."""
 MAX_SET_BUCKETS = 256
-"""The same for all other curves of a job."""
+"""Maximum number of buckets of each other curve of a job."""
 MAX_USER_CURVES = 40
-"""Curves of values that the functions of a job report; further names have none."""
+"""Maximum number of curves of values that a job's functions report. Further names have no curve."""
 
 _GAUGES = ("lr", "grad_norm", "loss_scale", "mfu", "exposed_comm_s")
 _USAGE = ("resident_bytes", "device_peak_bytes", "cpu_cores", "gpu_utilization")
@@ -24,13 +24,13 @@ _PHASE_PREFIX, _USER_PREFIX = "phases/", "user/"
 _FREE_PREFIXES = (_USER_PREFIX, "roles/", "rollouts/", "streams/")
 
 Row = list[Any]
-"""[first step, mean, minimum, maximum, number of inf and nan]; [step, value] of a single number.
-The values are None where no step had a finite one."""
+"""[first step, mean, minimum, maximum, number of inf and nan] of a bucket; [step, value] if the
+bucket has a single number. Values are None if no step had a finite one."""
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Consecutive steps."""
+    """The values of consecutive steps."""
 
     first_step: int
     low: float = inf
@@ -48,7 +48,7 @@ class _Bucket:
             self.nonfinite += 1
 
     def absorb(self, after: _Bucket) -> None:
-        """Adds the values of the bucket that follows."""
+        """Adds the values of the next bucket."""
         self.low, self.high = min(self.low, after.low), max(self.high, after.high)
         self.total += after.total
         self.finite += after.finite
@@ -60,18 +60,22 @@ class _Bucket:
 
 
 class Curve:
-    """A value by step. Buckets of as many steps as it takes: no spike and no nan is left out."""
+    """A value by step, in a bounded number of buckets. When there are too many, the number of steps
+    in a bucket doubles. A bucket keeps extremes and counts nan, so no spike and no nan is lost."""
 
     def __init__(self, max_buckets: int = MAX_BUCKETS) -> None:
         self._max_buckets = max_buckets
         self._buckets: list[_Bucket] = []
-        self._rows: list[Row] = []  # of the buckets that are complete, as far as they were read
+        self._rows: list[Row] = []  # cached rows of the first buckets, which are complete
         self._stride = 1
 
     def add(self, step: int, value: float, spread: tuple[float, float] | None = None) -> None:
-        """Replaces the buckets that begin with this step or a later one: it is done again. In a
-        bucket that begins before, both values count. `spread`: the least and the greatest number
-        that `value` is the mean of."""
+        """Adds the value of a step. If the step is done again, this removes the buckets that begin
+        at this step or a later one. In a bucket that begins before the step, both values count.
+
+        Args:
+            spread: the least and the greatest number of which `value` is the mean.
+        """
         buckets = self._buckets
         while buckets and buckets[-1].first_step >= step:
             buckets.pop()
@@ -85,16 +89,22 @@ class Curve:
             self._rows.clear()
 
     def restore(self, rows: Sequence[Row]) -> None:
-        """Begins with these rows, as of `rows`, of an earlier process. Raises ValueError or
-        TypeError if they are none."""
+        """Begins with the rows that `rows` has returned in an earlier process. Raises ValueError or
+        TypeError if these are not valid rows."""
         ends = [row[0] for row in rows[1:]]
         for row, end in zip_longest(rows, ends):
-            first, mean, low, high, nonfinite = row if len(row) == 5 else (*row, *row[1:] * 2, 0)
+            is_single = len(row) == 2
+            if is_single:
+                first, mean = row
+                low = high = mean
+                nonfinite = 0
+            else:
+                first, mean, low, high, nonfinite = row
             bucket = _Bucket(int(first), nonfinite=int(nonfinite))
             if mean is None:
                 bucket.nonfinite = max(1, bucket.nonfinite)
             else:
-                steps = 1 if end is None or len(row) == 2 else int(end) - int(first)
+                steps = 1 if end is None or is_single else int(end) - int(first)
                 bucket.finite = max(1, steps - bucket.nonfinite)
                 bucket.total = mean * bucket.finite
                 bucket.low, bucket.high = float(low), float(high)
@@ -106,7 +116,7 @@ class Curve:
         return [*self._rows, *map(_row, self._buckets[-1:])]
 
     def means(self) -> list[tuple[int, float | None]]:
-        """(first step, mean) of each bucket."""
+        """Returns the first step and the mean of each bucket."""
         return [(bucket.first_step, bucket.mean) for bucket in self._buckets]
 
     def _merged(self) -> Iterator[_Bucket]:
@@ -123,19 +133,21 @@ class Curve:
 
 
 class CurveSet:
-    """The curves of a job by name: its loss, what engines report, what the training function does
-    (`user/NAME`) and its roles (`roles/ROLE/NAME`), of the buffer (`rollouts/NAME`) and of the
+    """The curves of a job by name: its loss, and values of the engines, the training function
+    (`user/NAME`), the roles (`roles/ROLE/NAME`), the rollout buffer (`rollouts/NAME`) and the
     sources of streams (`streams/SOURCE/NAME`)."""
 
     def __init__(self) -> None:
         self.loss = Curve()
         self.dropped_names: set[str] = set()
-        """User values without a curve, because there are too many; at most as many again."""
+        """Names of user values that have no curve, because there are too many. At most
+        `MAX_USER_CURVES` names are kept."""
         self._others: dict[str, Curve] = {}
         self._user_curves = 0
 
     def add_step(self, record: StepRecord, elapsed_s: float) -> None:
-        """`elapsed_s`: from the beginning of the run to this step."""
+        """Adds the values of a finished step. `elapsed_s` is the time from the beginning of the run
+        to this step."""
         if record.loss is not None:
             self.loss.add(record.step, record.loss)
         self._add("elapsed_s", record.step, elapsed_s)
@@ -156,12 +168,12 @@ class CurveSet:
             self._add_user(name, step, spread.mean, (spread.low, spread.high))
 
     def rows(self) -> dict[str, list[Row]]:
-        """The rows of the curves that have any, by name, the loss first."""
+        """Returns the rows of all curves that are not empty, by name, the loss first."""
         curves = {"loss": self.loss, **self._others}
         return {name: rows for name, curve in curves.items() if (rows := curve.rows())}
 
     def restore(self, rows: Mapping[str, Sequence[Row]]) -> None:
-        """Replaces all curves by those of `rows`, each as `Curve.restore` does; raises as that."""
+        """Replaces all curves by those of `rows`. Raises as `Curve.restore`."""
         restored = CurveSet()
         for name, curve_rows in rows.items():
             curve = restored.loss if name == "loss" else Curve(MAX_SET_BUCKETS)
@@ -182,11 +194,13 @@ class CurveSet:
     def _add_user(
         self, name: str, step: int, value: float, spread: tuple[float, float] | None = None
     ) -> None:
-        if name in self._others or self._user_curves < MAX_USER_CURVES:
-            self._user_curves += name not in self._others
-            self._add(name, step, value, spread)
-        elif len(self.dropped_names) < MAX_USER_CURVES:
-            self.dropped_names.add(name.removeprefix(_USER_PREFIX))
+        if name not in self._others:
+            if self._user_curves >= MAX_USER_CURVES:
+                if len(self.dropped_names) < MAX_USER_CURVES:
+                    self.dropped_names.add(name.removeprefix(_USER_PREFIX))
+                return
+            self._user_curves += 1
+        self._add(name, step, value, spread)
 
 
 def _row(bucket: _Bucket) -> Row:
@@ -197,6 +211,6 @@ def _row(bucket: _Bucket) -> Row:
 
 
 def _short(value: float | None) -> float | None:
-    """Rounds to as many digits as a chart can show; None for inf and nan, which JSON does not
-    have."""
+    """Rounds to as many digits as a chart can show. Returns None for inf and nan, which JSON cannot
+    represent."""
     return None if value is None or not isfinite(value) else float(f"{value:.7g}")

@@ -1,8 +1,8 @@
-"""The job's HTTP endpoint, read-only: its page, /metrics for Prometheus, /snapshot.json,
+"""The job's read-only HTTP endpoint: its page, /metrics for Prometheus, /snapshot.json and
 /history.json.
 
-A job that fails between two scrapes would never be seen as failed, and no alert could fire. So the
-end of a job waits, for a limited time, until regular clients have read its final state.
+If a job ended right after it failed, no scrape would see the failure, and no alert could fire. So
+the end of a job waits, for a limited time, until regular clients have read its final state.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_END_WAIT_S = 30.0
 """Maximum time that the end of a job waits for clients."""
 
 FURTHER_PORTS = 100
-"""How many ports after the given ones are tried."""
+"""How many ports after the configured ones are tried."""
 OWNER_TIMEOUT_S = 1.0
 _MAX_OWNER_BYTES = 64 << 20
 _MAX_PORT = 65535
@@ -79,7 +79,8 @@ class ScrapeSchedule:
             self._times_s[path].append(now_s)
 
     def wait_deadline_s(self, ended_s: float) -> float:
-        """The time until which a read after `ended_s` is expected; `ended_s` if none is."""
+        """Returns the time by which all regular clients are expected to have read once more after
+        `ended_s`; `ended_s` if there are no such clients."""
         deadline_s = ended_s
         with self._lock:
             recent_s = [tuple(times_s) for times_s in self._times_s.values()]
@@ -93,14 +94,14 @@ class ScrapeSchedule:
 
 
 class Endpoint:
-    """Serves until `close`, as `HttpServer` does. Raises ConfigError if it cannot listen on any of
-    the ports.
+    """Serves with an `HttpServer`, from construction until `close`. Raises ConfigError if it cannot
+    listen on any of the ports.
 
     Args:
         host: an address of this machine; `0.0.0.0` or `::` for all of them.
-        ports: tried in turn; 0 is any free one. `port` is the one in use.
-        registry: what /metrics exports.
-        pages: by path.
+        ports: ports that are tried in turn; 0 for any free one. `port` is the port in use.
+        registry: the metrics that /metrics exports.
+        pages: functions that make the other pages, by path.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Endpoint:
         further_ports: int = FURTHER_PORTS,
     ) -> None:
         self.port_note = ""
-        """Says that another port than those is used, and why."""
+        """A text that says why none of `ports` is used; empty if one is."""
         self._registry = registry
         self._pages = pages
         self._scrapes = ScrapeSchedule()
@@ -121,8 +122,8 @@ class Endpoint:
         self.url = self._server.url
 
     def _listen(self, host: str, ports: range, further_ports: int) -> HttpServer:
-        """Listens on one of the ports, or, as Ray's dashboard does, on the next free one: a page is
-        no reason to fail a job."""
+        """Listens on one of the ports; or on the next free one, as Ray's dashboard does, because a
+        job must not fail for its page."""
         last = ports[-1]
         further = range(last + 1, min(last + further_ports, _MAX_PORT) + 1)
         settings = "metrics.port, metrics.ports and metrics.host in the job file"
@@ -157,7 +158,7 @@ class Endpoint:
 
 
 def _job_at(host: str, port: int) -> str:
-    """The job whose endpoint answers there; empty if none does."""
+    """Returns the name of the job whose endpoint listens there; an empty string if none does."""
     local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://{f'[{local}]' if ':' in local else local}:{port}/snapshot.json"
     try:
@@ -170,14 +171,18 @@ def _job_at(host: str, port: int) -> str:
 def listen(
     host: str, ports: Sequence[int], answer: Answer, setting: str, settings: str
 ) -> HttpServer:
-    """A server on the first free one of these ports. Raises ConfigError, which names the setting of
-    the port and those to change, if there is none."""
+    """Returns a server on the first of these ports that is free. Raises ConfigError if none is.
+
+    Args:
+        setting: setting of the port, for the error.
+        settings: all settings that can be changed, for the error.
+    """
     for port in ports:
         try:
             return HttpServer(host, port, answer)
         except OSError as error:
             if error.errno == EADDRINUSE and port != ports[-1]:
-                continue  # another job's
+                continue  # another job may use this port
             where = f"{host}:{port}" if len(ports) == 1 else f"{host}:{ports[0]} to {ports[-1]}"
             raise ConfigError(
                 f"{setting}: cannot listen on {where}: {error.strerror or error}",
@@ -190,9 +195,13 @@ def listen(
 def page_answer(
     find_page: Callable[[web.BaseRequest], Page | None], available: str, *, may_wait: bool = False
 ) -> Answer:
-    """Answers requests by the page that `find_page` returns, compressed if the client takes that.
-    It returns None for a path other than the available ones, and may raise RayzeroError; with
-    `may_wait` it runs in a thread of its own."""
+    """Returns a function that answers requests with pages, compressed if the client accepts that.
+
+    Args:
+        find_page: returns the page of a request; None if there is none. May raise RayzeroError.
+        available: the available paths, for the answer if there is no page.
+        may_wait: `find_page` may block, so it is called in another thread.
+    """
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
         if request.method not in ("GET", "HEAD"):
@@ -218,14 +227,14 @@ def _refusal(status: int, text: str) -> web.Response:
 
 
 def json_response(value: Any) -> Page:
-    """A value without inf and nan."""
+    """Returns a value, which must not contain inf or nan, as a JSON page."""
     return "application/json; charset=utf-8", to_json(value)
 
 
 def steps_csv(history: Mapping[str, Any]) -> Page:
-    """The curves in /history.json as CSV (RFC 4180): a column for each, a line for each step
-    at which a row of one begins. A curve whose rows have several steps has the columns NAME_min and
-    NAME_max as well: its own is the mean."""
+    """Returns the curves in /history.json as CSV (RFC 4180). Each curve has a column; there is a
+    line for each step at which a row of any curve begins. If the rows of a curve have several
+    steps, its column is the mean, and it also has columns NAME_min and NAME_max."""
     lines: dict[int, dict[str, Any]] = {}
     columns: dict[str, None] = {"step": None, "elapsed_s": None}
     for name, rows in history["curves"].items():
@@ -241,14 +250,13 @@ def steps_csv(history: Mapping[str, Any]) -> Page:
 
 
 def jobs_csv(rows: Sequence[Mapping[str, Any]]) -> Page:
-    """The rows in /jobs.json as CSV: a column for each value, and for each key of
-    their config."""
+    """Returns the rows in /jobs.json as CSV, with a column for each value and each config key."""
     keys = {key: None for row in rows for key in row["config"]}
     return _to_csv([*_JOB_COLUMNS, *keys], ({**row, **row["config"]} for row in rows))
 
 
 def _to_csv(columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> Page:
-    """Unknown values are empty."""
+    """Returns rows as CSV. Unknown values are empty."""
     text = StringIO()
     writer = csv.DictWriter(text, list(columns), extrasaction="ignore")
     writer.writeheader()

@@ -1,8 +1,8 @@
 """Attributes every second of a job's wall time to one category. No clock, no I/O.
 
-Time is first unattributed: its category is known when it has passed. A finished step takes its own
-duration; the rest belongs to what delayed the step. The categories and the unattributed time always
-add up to the wall time, in whole nanoseconds, in any order of events.
+Time is unattributed at first, because its category is known only later. A finished step gets its
+own duration; the rest of the time belongs to what delayed the step. The categories and the
+unattributed time always add up to the wall time, in whole nanoseconds, in any order of events.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TimeCategory(StrEnum):
     MIRROR = "mirror"
     """Copying the training state into the vaults."""
     CHECKPOINT = "checkpoint"
-    """Copying it for a checkpoint."""
+    """Copying the training state for a checkpoint."""
     DETECT = "recovery_detect"
     FENCE = "recovery_fence"
     SELECT_STEP = "recovery_select_step"
@@ -84,8 +84,8 @@ class TimeBreakdown:
 
 
 class TimeAccounting:
-    """Attributes one run's time, from `now_s` up to its final state. Times are of one clock; if it
-    goes back, no time has passed."""
+    """Attributes one run's time, from `now_s` up to its final state. All times are of one clock. If
+    the clock goes back, that counts as no time."""
 
     def __init__(self, now_s: float) -> None:
         self._now_ns = _to_ns(now_s)
@@ -94,20 +94,20 @@ class TimeAccounting:
         self._deferred_ns = dict.fromkeys(
             (TimeCategory.DATA, TimeCategory.MIRROR, TimeCategory.CHECKPOINT), 0
         )
-        """Waits within steps whose time has not passed here yet: records of steps arrive late, and
-        several at once."""
+        """Reported waits for which there was no unattributed time yet, because the records of steps
+        may arrive late, and several at once."""
         self._state = State.PENDING
         self._reconfiguration: State | None = None
         self._best_step: int | None = None
         """The highest step ever finished; None before the first."""
         self._offline_ns = 0
         self._has_stepped = False
-        """A step finished in this process."""
+        """Whether a step has finished in this process."""
 
     def restore(self, seconds: Mapping[str, float], best_step: int, ago_s: float) -> None:
-        """Continues the attribution of a lost run, which began `ago_s` ago, before any event of
-        this one. The time that it had not attributed, and the time since, is ADOPTION.
-        """
+        """Continues the attribution of a lost run, which began `ago_s` ago. Called before any
+        event of this run. Time that the lost run has not attributed, including the time since its
+        loss, becomes ADOPTION."""
         for category in TimeCategory:
             self._booked_ns[category] = max(0, _to_ns(seconds.get(category, 0.0)))
         unbooked_ns = _to_ns(ago_s) - sum(self._booked_ns.values())
@@ -116,7 +116,8 @@ class TimeAccounting:
         self._best_step = best_step or None
 
     def on_reattached(self) -> None:
-        """The lost run has trained on: its time is that of the next step."""
+        """Called when the workers of the lost run have trained on. The time that `restore` has
+        booked as ADOPTION then belongs to the next step."""
         self._booked_ns[TimeCategory.ADOPTION] -= self._offline_ns
         self._unattributed_ns += self._offline_ns
         self._offline_ns, self._has_stepped = 0, True
@@ -139,14 +140,18 @@ class TimeAccounting:
     def on_step(
         self, step: int, step_s: float, waits_s: Mapping[TimeCategory, float], now_s: float
     ) -> None:
-        """A step of duration `step_s` finished. `waits_s`: the part of it that was not training:
-        data, mirror, checkpoint."""
+        """Attributes the time of a finished step.
+
+        Args:
+            step_s: duration of the step.
+            waits_s: the part of the duration that was not training: data, mirror, checkpoint.
+        """
         self._advance(now_s)
         for category in self._deferred_ns:
             self._deferred_ns[category] += max(0, _to_ns(waits_s.get(category, 0.0)))
         first, self._has_stepped = not self._has_stepped, True
         is_redone = self._best_step is not None and step <= self._best_step
-        # A step that finished but that no surviving rank reported counts like this one.
+        # Earlier steps that finished, but that no surviving rank has reported, count like this one.
         count = 1 if first else max(1, step - (self._best_step or 0))
         steady = self._state is State.RUNNING and self._reconfiguration is None and not first
         # In steady state all time since the last record belongs to this step, or to the steps that
@@ -165,8 +170,12 @@ class TimeAccounting:
         self._best_step = max(self._best_step or 0, step)
 
     def recovery_finished(self, seconds: Mapping[str, float], now_s: float) -> None:
-        """A recovery or a resize finished; the durations of its phases are those of `Repaired`.
-        Follows the first step after it."""
+        """Attributes the time of a recovery or a resize. Called after `on_step` of the first step
+        that follows.
+
+        Args:
+            seconds: duration of each phase, as in `Repaired`.
+        """
         self._advance(now_s)
         phases_ns = dict.fromkeys(PHASE_CATEGORY.values(), 0)
         for phase, took_s in seconds.items():
@@ -194,11 +203,12 @@ class TimeAccounting:
         )
 
     def totals_ns(self) -> tuple[dict[TimeCategory, int], int]:
-        """(by category, unattributed), up to the last event; together the wall time."""
+        """Returns the time by category and the unattributed time, in ns, up to the last event.
+        Together they are the wall time."""
         return dict(self._booked_ns), self._unattributed_ns
 
     def _final_category(self, before: State, final: State) -> TimeCategory:
-        """The category of the time between the last event and the job's end."""
+        """Returns the category of the time between the last event and the job's end."""
         if before is State.STOPPING:
             return TimeCategory.STOPPING
         if self._reconfiguration is None and before is not State.RUNNING:
@@ -215,7 +225,7 @@ class TimeAccounting:
         self._now_ns = now_ns
 
     def _book(self, category: TimeCategory, spent_ns: int) -> int:
-        """Attributes at most the time that is unattributed; returns how much."""
+        """Attributes `spent_ns`, or all unattributed time if that is less. Returns how much."""
         booked_ns = min(spent_ns, self._unattributed_ns)
         self._booked_ns[category] += booked_ns
         self._unattributed_ns -= booked_ns

@@ -1,8 +1,8 @@
 """aiohttp's server with limits for its clients.
 
-Open connections, their lifetime, the size of a request, and the CPU time of all of them are
-bounded: a misbehaving client costs the other clients something, never the controller, which runs
-in the same process.
+The number of open connections, their lifetime, the size of a request, and the CPU time for all of
+them are bounded. So a misbehaving client may slow down other clients, but never the controller,
+which runs in the same process.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 MAX_CONNECTIONS = 32
-"""Connections served at a time. A further one closes the oldest."""
+"""Connections served at a time. A new connection beyond the limit closes the oldest."""
 CONNECTION_LIFETIME_S = 20.0
-"""From the connection's start to the last byte of the response."""
+"""Limit from the connection's start to the last byte of the response."""
 MAX_LINE_BYTES = 16 * 1024
-"""Of the request line, or of a header."""
+"""Size limit of the request line, and of a header."""
 CPU_SHARE = 0.25  # of one core, in the long run
 CPU_BURST_S = 2.0  # CPU time that may be used at once
 _CPU_CHECK_S = 0.1
@@ -34,12 +34,12 @@ Answer: TypeAlias = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class HttpServer:
-    """Owns the thread `rayzero-http`, whose event loop has all connections, from the constructor,
-    which raises OSError if it cannot listen there, to `stop`.
+    """An HTTP server, from construction until `stop`. Owns the thread `rayzero-http`, whose event
+    loop serves all connections. The constructor raises OSError if it cannot listen on the port.
 
     Args:
-        port: 0 is any free one; the attribute is the one in use.
-        answer: called in the loop with every request.
+        port: the port; 0 for any free one. The attribute is the port in use.
+        answer: called in the server's event loop with every request.
     """
 
     def __init__(
@@ -68,7 +68,8 @@ class HttpServer:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        """Every response closes its connection, so that idle ones are those of slow clients."""
+        """Serves until `stop`. Every response closes its connection, so that idle connections are
+        those of slow clients."""
 
         async def answer(request: web.BaseRequest) -> web.StreamResponse:
             server.requests.append(request)
@@ -96,8 +97,8 @@ class HttpServer:
 
 
 class _BoundedServer(web.Server):
-    """Closes the oldest connections beyond the limit, and refuses new ones where as many answers
-    are being made for clients that have gone, such as commands that continue."""
+    """Closes the oldest connections beyond the limit. Refuses new ones while as many requests of
+    clients that have disconnected are still being answered, such as commands that continue."""
 
     lifetime_s = CONNECTION_LIFETIME_S
 
@@ -107,10 +108,11 @@ class _BoundedServer(web.Server):
 
     def connection_made(self, handler: RequestHandler, transport: Transport) -> None:
         super().connection_made(handler, transport)
-        opened = [it.transport for it in self.connections if it.transport is not None]
-        left = [request for request in self.requests if request.transport is None]
-        if len(left) >= MAX_CONNECTIONS:
-            transport.abort()  # now: nothing is read from it
+        transports = [connection.transport for connection in self.connections]
+        opened = [transport for transport in transports if transport is not None]
+        abandoned = [request for request in self.requests if request.transport is None]
+        if len(abandoned) >= MAX_CONNECTIONS:
+            transport.abort()  # before anything is read from it
             return
         asyncio.get_running_loop().call_later(self.lifetime_s, transport.abort)
         for oldest in opened[:-MAX_CONNECTIONS]:
@@ -118,7 +120,7 @@ class _BoundedServer(web.Server):
 
 
 class CpuBudget:
-    """A leaky bucket of the CPU time of a thread."""
+    """A leaky bucket that limits the CPU time of a thread."""
 
     def __init__(self, now_s: float, cpu_s: float) -> None:
         self._now_s = now_s
@@ -126,7 +128,12 @@ class CpuBudget:
         self._filled_s = 0.0
 
     def wait_s(self, now_s: float, cpu_s: float) -> float:
-        """How long the thread must not run, that has used `cpu_s` until now; 0 if it may."""
+        """Returns how long the thread must pause; 0 if it may run.
+
+        Args:
+            now_s: current time.
+            cpu_s: CPU time that the thread has used until now.
+        """
         leaked_s = CPU_SHARE * (now_s - self._now_s)
         self._filled_s = max(0.0, self._filled_s + cpu_s - self._cpu_s - leaked_s)
         self._now_s, self._cpu_s = now_s, cpu_s
@@ -134,7 +141,7 @@ class CpuBudget:
 
 
 async def _throttle() -> None:
-    """Blocks the loop, which has its thread to itself, while its CPU budget is used up."""
+    """Blocks the server's event loop, and so its thread, while the CPU budget is used up."""
     budget = CpuBudget(time.monotonic(), time.thread_time())
     while True:
         await asyncio.sleep(_CPU_CHECK_S)

@@ -1,4 +1,4 @@
-"""The metrics of one job: its facts, and what only its process counts of its events. No I/O."""
+"""The metrics of one job: its facts, and counts of events that only its process keeps. No I/O."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class Histogram:
         self.sum += value
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound, number of values up to it); the last bound is `+Inf`."""
+        """Returns (upper bound, number of values up to it) of each bound; the last is `+Inf`."""
         bounds = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
         return list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
 
 
 _MAX_REMEMBERED_STEPS = 64
-"""Mirrored steps whose finish time is kept; a vault pins fewer that wait to be replicated."""
+"""How many mirrored steps' finish times are kept. A vault pins fewer steps for replication."""
 
 _RecoveryHistogram = partial(Histogram, RECOVERY_BUCKETS_S)
 
@@ -80,12 +80,12 @@ class RecoveryTimes:
 
 @dataclass
 class StoredStep:
-    """The newest step of which every rank's state is stored in a place.
+    """The newest step that is stored in one kind of place, with the state of every rank.
 
     Args:
-        step, at_unix_s: its number, and when it finished; None before the first.
-        first_pending_unix_s: when the first step finished that is to be stored there; None if none
-            is.
+        step, at_unix_s: number of the step, and when it finished; None before the first.
+        first_pending_unix_s: when the first step that is to be stored there finished; None if there
+            is none.
     """
 
     step: int | None = None
@@ -95,21 +95,21 @@ class StoredStep:
 
     @property
     def unprotected_since_unix_s(self) -> float | None:
-        """Start of the training that is not stored there; None if nothing is to be."""
+        """Time since when training is not stored there; None if nothing is to be stored."""
         if self.first_pending_unix_s is None or self.at_unix_s is None:
             return self.first_pending_unix_s
         return max(self.first_pending_unix_s, self.at_unix_s)
 
     def mark_pending(self, unix_s: float) -> None:
-        """A step finished that is to be stored there, itself or a later one in its place."""
+        """Records that a step finished that is to be stored there, or a later step instead."""
         if self.first_pending_unix_s is None:
             self.first_pending_unix_s = unix_s
 
 
 @dataclass
 class CheckpointMetrics(StoredStep):
-    """Checkpoints of this process. `at_unix_s` is when the newest was committed; `enabled` if the
-    job writes checkpoints while it trains."""
+    """The checkpoints that this process has written. `at_unix_s` is when the newest was committed.
+    `enabled` if the job writes checkpoints while it trains."""
 
     enabled: bool = False
     write_time: Histogram = field(default_factory=partial(Histogram, CHECKPOINT_BUCKETS_S))
@@ -147,22 +147,22 @@ class ReplicaMetrics:
         return {"node": self.own_node, "other": self.other_nodes}
 
     def on_mirrored(self, step: int, nbytes: float, unix_s: float) -> None:
-        """All vaults of the ranks' own nodes hold `step`, as of a step that just finished."""
+        """Called when a finished step shows that the vaults of all ranks' own nodes hold `step`."""
         self.own_node.nbytes = nbytes
         if step != self.own_node.step:
             self.own_node.step, self.own_node.at_unix_s = step, unix_s
             self._finish_times.append((step, unix_s))
 
     def on_replicated(self, step: int, nbytes: float, unix_s: float) -> None:
-        """Other nodes hold `step`. Without a known finish time it counts as finished now."""
+        """Called when other nodes hold `step`. If its finish time is unknown, `unix_s` is used."""
         finished = [at_s for number, at_s in self._finish_times if number == step]
         other = self.other_nodes
         other.step, other.nbytes = step, nbytes
         other.at_unix_s = finished[-1] if finished else unix_s
 
     def on_step(self, unix_s: float) -> None:
-        """A step finished that is to be replicated. Without other nodes there are no replicas on
-        them either."""
+        """Called when a step finished that is to be replicated. While all ranks are on one node,
+        there are no replicas on other nodes."""
         self.own_node.mark_pending(unix_s)
         if self.has_other_nodes:
             self.other_nodes.mark_pending(unix_s)
@@ -182,13 +182,13 @@ MAX_USER_METRICS = 100
 
 @dataclass
 class StepSeries:
-    """The steps of this process.
+    """The steps that finished in this process.
 
     Args:
         last_record: None before the first step.
         pace: the recent duration of a step.
         user_values: the last value under each name; a step need not report every name.
-        user_values_dropped: under names beyond the first `MAX_USER_METRICS`.
+        user_values_dropped: number of values under names beyond the first `MAX_USER_METRICS`.
     """
 
     last_record: StepRecord | None = None
@@ -202,7 +202,7 @@ class StepSeries:
     )
 
     def gauge(self, name: str) -> float | None:
-        """The mean over ranks of a reported value, in the last step."""
+        """Returns the mean over ranks of a value that they reported for the last step."""
         return self.last_record.gauges.get(name) if self.last_record is not None else None
 
     @property
@@ -237,8 +237,13 @@ class Timestamps:
 
 
 class JobMetrics:
-    """Counts a job's events. `stage` is the ZeRO stage, None without an engine config; `now`
-    returns the current time; the counts of the run that `facts` are of continue."""
+    """Counts a job's events.
+
+    Args:
+        stage: the ZeRO stage; None without an engine config.
+        now: returns the current time.
+        facts: the facts of the job's run, whose counts continue.
+    """
 
     def __init__(
         self, spec: JobSpec, stage: int | None, now: Callable[[], Timestamps], facts: JobFacts
@@ -264,7 +269,7 @@ class JobMetrics:
             self.checkpoints.set_newest(facts.checkpoint_step, facts.checkpoint_at_s)
 
     def on_event(self, event: job_events.JobEvent, facts: JobFacts) -> None:
-        """`facts`: with this event."""
+        """Counts an event. `facts` already include the event."""
         now, self.facts = self.now(), facts
         match event:
             case job_events.GenerationStarted():

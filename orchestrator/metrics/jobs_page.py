@@ -1,5 +1,5 @@
-"""The page of all jobs of a folder or store, running and ended: its HTTP server, and its reads of
-their files."""
+"""The page of all jobs in a folder or store, running and ended: its HTTP server, and the index that
+reads the jobs' files."""
 
 from __future__ import annotations
 
@@ -44,20 +44,28 @@ _RUN_FILE = re.compile(
     rf"/jobs/([A-Za-z0-9][A-Za-z0-9._-]{{0,62}})/"
     rf"({re.escape(SNAPSHOT_FILE)}|{re.escape(HISTORY_FILE)}|steps\.csv)"
 )
-"""A job's name cannot leave the folder."""
+"""Path of a file of a run. A job's name in it cannot lead out of the folder."""
 MAX_FILE_BYTES = 32 * 2**20
-"""Larger files are not of a job."""
+"""Limit for the files that are read. A job writes no larger ones."""
 
 LIST_INTERVAL_S = 5.0
-"""Between two lists of a store's jobs, however many clients ask."""
+"""A store's jobs are listed at most once in this time, however many clients ask."""
 _READERS = 8  # threads that read jobs of a store
 
 Row = dict[str, Any]
 
 
 class JobsPage:
-    """Serves the page until `close`, as `HttpServer` does. Raises ConfigError if it cannot listen
-    there; port 0 is any free one; StoreError if the store of jobs cannot be read."""
+    """Serves the page with an `HttpServer`, from construction until `close`.
+
+    Args:
+        url: folder or store of the jobs, their `checkpoint.path`.
+        port: the port; 0 for any free one.
+
+    Raises:
+        ConfigError: the server cannot listen on the port.
+        StoreError: the store cannot be read.
+    """
 
     def __init__(self, url: str, host: str, port: int, now: Callable[[], float] = time) -> None:
         self._url = url
@@ -75,7 +83,7 @@ class JobsPage:
         self._server.stop(STOP_TIMEOUT_S)
 
     def _find_page(self, request: web.BaseRequest) -> Page | None:
-        """Raises as `RunIndex.file`."""
+        """Returns the page at the request's path, if any. Raises as `RunIndex.file`."""
         match request.path:
             case "/":
                 return page_response(all_jobs=True)
@@ -105,8 +113,8 @@ class JobsPage:
 
 
 def with_config_differences(rows: Sequence[Row]) -> list[Row]:
-    """The rows, whose `config` is a job file, each with those of its values by dotted key that are
-    not the same in all whose job file is known."""
+    """Replaces the `config` of each row, a job file, by its values that differ between the rows, by
+    dotted key. Rows without a job file are not compared."""
     configs = [_leaves(row["config"]) for row in rows]
     known = [config for config in configs if config]
     keys = {key: None for config in known for key in config}
@@ -120,7 +128,7 @@ def with_config_differences(rows: Sequence[Row]) -> list[Row]:
 
 
 def _leaves(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists as JSON. A job's name is no setting."""
+    """Returns the values of a job file by dotted key, except the job's name. Lists become JSON."""
     return {
         key: json.dumps(value) if isinstance(value, list) else value
         for key, value in flatten_document(config)
@@ -130,7 +138,8 @@ def _leaves(config: Mapping[str, Any]) -> dict[str, Any]:
 
 class RunIndex:
     """The runs in a folder or store of jobs (`checkpoint.path`). Files are read again when they
-    change. Thread-safe: a lost update of the cache is read once more."""
+    change. Thread-safe: if two threads update the cache at once, one update may be lost, and the
+    file is read once more."""
 
     def __init__(self, url: str) -> None:
         self._store = open_store(url, "--path")
@@ -141,8 +150,8 @@ class RunIndex:
         self._listed_s = -inf
 
     def rows(self) -> list[Row]:
-        """Every run, the newest first; of a store, where each costs a request, as they were up to
-        `LIST_INTERVAL_S` ago. Raises StoreError if the store cannot be listed."""
+        """Returns every run, the newest first. A store needs a request for each run, so its rows
+        may be up to `LIST_INTERVAL_S` old. Raises StoreError if the store cannot be listed."""
         with self._lock:
             if not self._is_remote:
                 return self._list(map)
@@ -153,12 +162,13 @@ class RunIndex:
             return self._rows
 
     def file(self, job: str, name: str) -> bytes | None:
-        """The content of a run's file; None if there is none. `job` is a name, not a path. Raises
-        StoreError if it cannot be read; ConfigError if it is damaged."""
+        """Returns the content of a run's file; None if there is none. `job` is a name, not a path.
+        Raises StoreError if the file cannot be read; ConfigError if it is damaged."""
         path = f"{job}/{name}"
         parse = _parse_snapshot if name == SNAPSHOT_FILE else _check_history
-        if isinstance(damage := self._cached(path, self._store.find(path), parse), Damage):
-            raise ConfigError(damage.text)
+        parsed = self._cached(path, self._store.find(path), parse)
+        if isinstance(parsed, Damage):
+            raise ConfigError(parsed.text)
         return self._read(path)
 
     def _list(self, map_all: Callable[..., Iterable[Row | None]]) -> list[Row]:
@@ -173,7 +183,8 @@ class RunIndex:
         return sorted(rows, key=lambda row: -float(row["began_s"]))
 
     def _row(self, job: str) -> Row | None:
-        """A damaged file is an error in the row of its run, and in no other's."""
+        """Returns the row of a run; None if the folder has none. A damaged file is an error in this
+        row, and does not affect other rows."""
         snapshot: Any = None
         past: Any = None
         try:
@@ -184,7 +195,7 @@ class RunIndex:
                     past = self._cached(f"{job}/{entry.name}", entry, _parse_journal)
         except StoreError as error:
             past = Damage(first_line(error), 0.0)
-        damaged = next((it for it in (snapshot, past) if isinstance(it, Damage)), None)
+        damaged = next((parsed for parsed in (snapshot, past) if isinstance(parsed, Damage)), None)
         if isinstance(snapshot, dict):
             row = _row_of_snapshot(snapshot)
         elif isinstance(past, JobFacts):
@@ -203,9 +214,9 @@ class RunIndex:
         return {**_UNKNOWN_ROW, **row}
 
     def _cached(self, path: str, entry: StoreEntry | None, parse: Callable[[bytes], Any]) -> Any:
-        """Returns what `parse` makes of the content, or `Damage` if that is an error; None without
-        a file. Reads only a file that has changed; twice if its clock has whole seconds, as in
-        stores: it may have changed again within the second."""
+        """Returns the result of `parse` for a file's content, or `Damage` if it raises; None if
+        there is no file. A file is read again only if it has changed. If its time has whole
+        seconds, as in stores, it is read twice, because it may change again within the second."""
         if entry is None:
             return None
         key = (entry.modified_s, entry.nbytes)
@@ -222,7 +233,8 @@ class RunIndex:
         return value
 
     def _read(self, path: str) -> bytes | None:
-        """Reads a regular file: anything else, such as a FIFO, would block."""
+        """Returns the content of a file; None if there is none. The store refuses anything but a
+        regular file, because a FIFO, for example, would block."""
         try:
             return self._store.read(path, MAX_FILE_BYTES)
         except StoreError as error:
@@ -261,7 +273,7 @@ def _parse_json(content: bytes, name: str) -> Any:
 
 
 def _parse_snapshot(content: bytes) -> Row | None:
-    """None if it is of another version. Raises ConfigError if it is damaged."""
+    """Returns a snapshot; None if it has another format. Raises ConfigError if it is damaged."""
     value = _parse_json(content, SNAPSHOT_FILE)
     if isinstance(value, dict) and value.get("format", SNAPSHOT_FORMAT) != SNAPSHOT_FORMAT:
         return None
@@ -300,7 +312,8 @@ def _row_of_snapshot(value: Row) -> Row:
 
 
 def _row_of_journal(past: JobFacts) -> Row:
-    """The row of a run of an earlier version, or of one whose other files are elsewhere."""
+    """Returns the row of a run that has only a journal: an earlier version made it, or its other
+    files are elsewhere."""
     productive_s = past.counters.seconds.get("productive", 0.0)
     wall_s = max(0.0, past.last_at_s - past.began_at_s)
     return {

@@ -12,11 +12,11 @@ from rayzero.workers.messages import Heartbeat
 from rayzero.workers.step_rows import Heartbeats, StepRows
 
 TRAFFIC_PREFIX = "collectives/"
-"""Of `collectives/NAME/bytes` and `collectives/NAME/calls`, which engines count."""
+"""Prefix of `collectives/NAME/bytes` and `collectives/NAME/calls`, which engines count."""
 
 
 class RankReport(NamedTuple):
-    """A rank's report of a step: one row of several ranks'."""
+    """A rank's report of a step, as a row in the reports of several ranks."""
 
     rows: StepRows
     row: int
@@ -25,13 +25,18 @@ class RankReport(NamedTuple):
         return self.rows.gauge(self.row, name)
 
     def gauges(self, prefix: str) -> dict[str, float | None]:
-        """Those whose names begin so, in order."""
+        """Returns the gauges whose names begin with `prefix`, sorted by name."""
         return {name: self.gauge(name) for name in _names_with(prefix, self.rows.names)}
 
 
 class RankMetrics(NamedTuple):
-    """One rank. `report` is that of its last step in this generation; `exposed_comm_s` and
-    `data_wait_s` are the total waits for other ranks and for data under this rank number."""
+    """The values of one rank.
+
+    Args:
+        report: report of the rank's last step in this generation.
+        exposed_comm_s, data_wait_s: total time that workers with this rank number have waited for
+            other ranks and for data.
+    """
 
     report: RankReport | None
     beat: Heartbeat | None
@@ -44,8 +49,7 @@ class RankMetrics(NamedTuple):
 
 
 class RankView(NamedTuple):
-    """The ranks, in their order, and the sums of their traffic: made once for all that a scrape
-    reads."""
+    """The ranks in order, and the sums of their traffic. Made once for all series of a scrape."""
 
     rows: list[tuple[int, RankMetrics]]
     traffic: Mapping[str, float]
@@ -53,7 +57,8 @@ class RankView(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _names_with(prefix: str, gauges: tuple[str, ...]) -> tuple[str, ...]:
-    """Nearly all ranks report the same gauges, and each repair and scrape asks all of them."""
+    """Returns the gauges whose names begin with `prefix`. Cached, because nearly all ranks report
+    the same gauges, and each repair and scrape asks for all ranks."""
     return tuple(sorted(name for name in gauges if name.startswith(prefix)))
 
 
@@ -64,23 +69,23 @@ def _add_traffic(reports: Mapping[int, StepRows], totals: defaultdict[str, float
     for rank, rows in reports.items():
         ranks[id(rows)].append(rank)
     for key, rows in records.items():
-        at = [*map(rows.ranks.index, ranks[key])]
+        positions = [*map(rows.ranks.index, ranks[key])]
         for name in _names_with(TRAFFIC_PREFIX, rows.names):
             column = rows.column(name)
-            totals[name] += sum(max(0.0, column[row]) for row in at)
+            totals[name] += sum(max(0.0, column[position]) for position in positions)
 
 
 @dataclass
 class RankMetricsTable:
-    """The ranks of the newest generation, in columns by rank: there may be thousands, and a reader
-    copies them under the lock that the controller takes for each report.
+    """The ranks of the newest generation, in columns by rank. There may be thousands of ranks, and
+    a reader copies the columns under the lock that the controller takes for each report.
 
-    A report costs less than a microsecond: engines count their traffic cumulatively, so it suffices
-    to add an engine's last count when it is replaced, and when the sums are read.
+    A report costs less than a microsecond. Engines count their traffic cumulatively, so an engine's
+    last count is added only when the engine is replaced, and when the sums are read.
 
     Attributes:
-        reports, beats: the records that have each rank's newest.
-        departed_traffic: of engines that no longer exist.
+        reports, beats: the record with the newest report or heartbeat of each rank.
+        departed_traffic: traffic of engines that no longer exist.
     """
 
     nodes: dict[int, str] = field(default_factory=dict)
@@ -91,7 +96,11 @@ class RankMetricsTable:
     departed_traffic: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def start_generation(self, nodes: Sequence[str]) -> None:
-        """A generation of these nodes, by rank; ranks that it does not have are removed."""
+        """Begins a generation. Removes ranks that the new generation does not have.
+
+        Args:
+            nodes: the node of each rank.
+        """
         gone = [rank for rank in self.reports if rank >= len(nodes)]
         _add_traffic({rank: self.reports.pop(rank) for rank in gone}, self.departed_traffic)
         self.beats = {rank: beat for rank, beat in self.beats.items() if rank < len(nodes)}
@@ -116,10 +125,10 @@ class RankMetricsTable:
         return RankMetrics(report, beat, node, self.exposed_comm_s[rank], self.data_wait_s[rank])
 
     def on_rows(self, rows: StepRows) -> None:
-        last = ((rank, self.reports.get(rank, rows)) for rank in rows.ranks)
-        gone = {rank: its for rank, its in last if its.generation != rows.generation}
-        if gone:
-            _add_traffic(gone, self.departed_traffic)
+        previous = ((rank, self.reports.get(rank, rows)) for rank in rows.ranks)
+        replaced = {rank: old for rank, old in previous if old.generation != rows.generation}
+        if replaced:
+            _add_traffic(replaced, self.departed_traffic)
         self.reports.update(dict.fromkeys(rows.ranks, rows))
         for name, totals_s in (
             ("exposed_comm_s", self.exposed_comm_s),
@@ -133,7 +142,7 @@ class RankMetricsTable:
         self.beats |= dict.fromkeys(beats.ranks, beats)
 
     def traffic(self) -> defaultdict[str, float]:
-        """The sums over all ranks since the run began, by name."""
+        """Returns the traffic of all ranks since the run began, by name."""
         totals = self.departed_traffic.copy()
         _add_traffic(self.reports, totals)
         return totals

@@ -1,4 +1,4 @@
-"""The metrics of a job's roles and rollouts, and their part of its snapshot."""
+"""Metrics of a job's roles and rollouts, and their part of the job's snapshot."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rayzero.workers.rollouts.counts import RolloutCounts
 
 
 def role_rows(job: JobMetrics) -> dict[str, dict[str, Any]]:
-    """The limits, workers, faults and reported values of each role. `generations` has its number of
-    workers over time, under the names that those of the ranks have."""
+    """Returns the limits, workers, faults and reported values of each role, by role. `generations`
+    has the number of workers over time, in the form that the generations of the ranks have."""
     rows: dict[str, dict[str, Any]] = {}
     for name, role in job.spec.roles.items():
         facts = job.facts.roles.get(name, RoleFacts())
@@ -42,7 +42,7 @@ def role_rows(job: JobMetrics) -> dict[str, dict[str, Any]]:
 
 
 def rollout_row(job: JobMetrics) -> dict[str, Any] | None:
-    """The counts of the buffer of rollouts, with tasks by role; None without one."""
+    """Returns the counts of the rollout buffer, with tasks by role; None without a buffer."""
     if (event := job.roles.rollouts) is None:
         return None
     counts = event.counts
@@ -78,7 +78,7 @@ def _limits(job: JobMetrics) -> Mapping[tuple[str, ...], float]:
 
 def _faults(job: JobMetrics) -> Mapping[tuple[str, ...], float]:
     rows = role_rows(job).items()
-    return {(role, cause): n for role, row in rows for cause, n in row["faults"].items()}
+    return {(role, cause): count for role, row in rows for cause, count in row["faults"].items()}
 
 
 def _faults_in_window(job: JobMetrics) -> Mapping[str, float]:
@@ -139,12 +139,12 @@ ROLE_SERIES = (
     gauge(
         "rayzero_role_fault_budget",
         "Faults that a role is allowed within its window.",
-        lambda job: {name: it.recovery.max_faults for name, it in job.spec.roles.items()},
+        lambda job: {name: role.recovery.max_faults for name, role in job.spec.roles.items()},
         "role",
     ),
     gauge(
         "rayzero_role_value",
-        "What a role's worker last passed to `ctx.report`, the mean since its report before.",
+        "Values that a role's worker passed to `ctx.report`, the mean of its newest message.",
         _values,
         "role",
         "name",
@@ -152,19 +152,19 @@ ROLE_SERIES = (
     counter(
         "rayzero_role_tokens_total",
         "Tokens that a role's workers have reported.",
-        _of_roles(lambda it: it.tokens),
+        _of_roles(lambda values: values.tokens),
         "role",
     ),
     gauge(
         "rayzero_role_oldest_version",
         "Finished steps of the oldest weights that one of a role's workers has.",
-        _of_roles(lambda it: it.oldest_version),
+        _of_roles(lambda values: values.oldest_version),
         "role",
     ),
     counter(
         "rayzero_role_weights_wait_seconds_total",
         "Time that a role's workers waited for weights, the sum over workers.",
-        _of_roles(lambda it: it.weights_wait_s),
+        _of_roles(lambda values: values.weights_wait_s),
         "role",
     ),
 )
@@ -180,29 +180,29 @@ ROLLOUT_SERIES = (
     gauge(
         "rayzero_rollout_ready_prompts",
         "Prompts with all their samples that the trainer has not asked for yet.",
-        _of_rollouts(lambda it: it.ready),
+        _of_rollouts(lambda counts: counts.ready),
     ),
     gauge(
         "rayzero_rollout_read_prompts",
         "Prompts that the trainer has read, from the job's first one on.",
-        _of_rollouts(lambda it: it.read),
+        _of_rollouts(lambda counts: counts.read),
     ),
     gauge(
         "rayzero_rollout_published_version",
         "Finished steps of the newest weights that roles can have.",
-        _of_rollouts(lambda it: it.published),
+        _of_rollouts(lambda counts: counts.published),
     ),
     gauge(
         "rayzero_rollout_lag_steps",
-        "Steps that the weights of the newest batch's samples were older than those trained on "
-        "them: the mean and the maximum of its prompts.",
-        _of_rollouts(lambda it: {"mean": it.lag_mean, "max": it.lag_max}),
+        "How many steps older the weights that made the newest batch were than the weights that "
+        "were trained on it: mean and maximum over its prompts.",
+        _of_rollouts(lambda counts: {"mean": counts.lag_mean, "max": counts.lag_max}),
         "statistic",
     ),
     gauge(
         "rayzero_rollout_max_lag_steps",
-        "The most that samples may lag, `rollouts.max_version_lag`.",
-        _of_rollouts(lambda it: it.max_version_lag),
+        "Limit of rayzero_rollout_lag_steps, `rollouts.max_version_lag`.",
+        _of_rollouts(lambda counts: counts.max_version_lag),
     ),
     counter(
         "rayzero_rollout_lease_expiries_total",
@@ -220,12 +220,12 @@ ROLLOUT_SERIES = (
     ),
     gauge(
         "rayzero_rollout_held_bytes",
-        "Prompts and samples in the buffer.",
-        _of_rollouts(lambda it: it.nbytes),
+        "Size of the prompts and samples in the buffer.",
+        _of_rollouts(lambda counts: counts.nbytes),
     ),
     gauge(
         "rayzero_rollout_max_bytes",
-        "Beyond so much the buffer begins no further prompt, but for the next batch.",
-        _of_rollouts(lambda it: it.max_bytes),
+        "Size beyond which the buffer only begins prompts of the next batch.",
+        _of_rollouts(lambda counts: counts.max_bytes),
     ),
 )

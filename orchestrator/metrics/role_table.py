@@ -1,4 +1,4 @@
-"""The reports of a job's roles, and the counts of its buffer of rollouts. No clock, no I/O."""
+"""Values that a job's roles report, and the counts of its rollout buffer. No clock, no I/O."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from rayzero.workers.messages import RoleReport
 from rayzero.workers.spread import Spread
 
 MAX_ROLE_VALUES = 100
-"""Names under which a role's workers report values; bounds the number of Prometheus series."""
+"""Maximum number of names under which a role's workers report values. Bounds the number of
+Prometheus series."""
 
 
 @dataclass
 class RoleValues:
-    """The reports of one role's workers, together.
+    """The values that one role's workers have reported.
 
     Args:
-        tokens, weights_wait_s: totals of all workers.
-        tokens_per_s: during the last step of the job; None before the first, and without tokens.
-        values: the newest under each name.
-        versions: of the weights that each worker has, by its number.
+        tokens, weights_wait_s: sums over all workers.
+        tokens_per_s: rate during the last step of the job; None before the first step, and while
+            no tokens are reported.
+        values: the newest value under each name.
+        versions: version of the weights that each worker has, by the worker's number.
     """
 
     tokens: float = 0.0
@@ -64,12 +66,12 @@ class RoleValues:
 
 
 class RoleTable:
-    """The roles of a job, by name, and its rollouts."""
+    """The roles of a job, by name, and its rollout buffer."""
 
     def __init__(self) -> None:
         self.by_role: defaultdict[str, RoleValues] = defaultdict(RoleValues)
         self.rollouts: RolloutsCounted | None = None
-        """None before the buffer was asked."""
+        """The newest counts of the buffer; None before the first."""
         self._task_wait_s: tuple[float, ...] = ()
 
     def on_report(self, report: RoleReport) -> None:
@@ -79,12 +81,12 @@ class RoleTable:
         self.rollouts = event
 
     def on_worker_changed(self, role: str, number: int) -> None:
-        """The worker with this number is a new one, or is gone."""
+        """Forgets the version of a worker that was replaced or has ended."""
         self.by_role[role].versions.pop(number, None)
 
     def take_step(self, step_s: float) -> dict[str, Spread]:
-        """The values of the curves at a step of the job, by their names: what was reported or has
-        passed since the step before, and what the buffer held when it was last asked."""
+        """Returns the values of the curves at a step of the job, by curve name: what was reported
+        since the previous step, and the newest counts of the buffer."""
         values = {
             f"roles/{role}/{name}": spread
             for role, reported in self.by_role.items()
@@ -95,10 +97,10 @@ class RoleTable:
         counts = self.rollouts.counts
         before = self._task_wait_s or (0.0,) * len(counts.wait_s)
         waits = zip(self.rollouts.stages, counts.wait_s, before, strict=True)
-        for role, wait_s, before_s in waits:  # less than before: of another buffer
-            values[f"roles/{role}/task_wait_s"] = one(
-                wait_s - before_s if wait_s >= before_s else wait_s
-            )
+        for role, wait_s, before_s in waits:
+            is_same_buffer = wait_s >= before_s  # a new buffer counts from 0
+            waited_s = wait_s - before_s if is_same_buffer else wait_s
+            values[f"roles/{role}/task_wait_s"] = one(waited_s)
         self._task_wait_s = counts.wait_s
         values["rollouts/ready"] = one(counts.ready)
         values["rollouts/leased"] = one(sum(counts.leased))

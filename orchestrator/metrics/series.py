@@ -24,7 +24,7 @@ from rayzero.orchestrator.metrics.rank_metrics import RankMetrics, RankView
 SeriesKind = Literal["gauge", "counter", "histogram"]
 Sample: TypeAlias = float | Histogram | None
 Samples: TypeAlias = Sample | Mapping[str, Sample] | Mapping[tuple[str, ...], Sample]
-"""One value, or values by label value; a tuple where there are several labels besides `job`."""
+"""One value; or values by label value. With several labels besides `job`, a key is a tuple."""
 Source = TypeVar("Source")
 
 _BASE_UNITS = ("seconds", "bytes", "ratio")
@@ -37,8 +37,12 @@ _FAMILIES = {
 
 @dataclass(frozen=True)
 class Series(Generic[Source]):
-    """One metric. `read` returns the current values, of which None are left out; `labels` are those
-    besides `job`."""
+    """One metric.
+
+    Args:
+        read: returns the current values. Values that are None are left out.
+        labels: labels besides `job`.
+    """
 
     name: str
     kind: SeriesKind
@@ -53,7 +57,7 @@ class Series(Generic[Source]):
         return last_word if last_word in _BASE_UNITS else ""
 
     def family(self, job: str, source: Source) -> Metric:
-        """The samples of job `job`; a family without samples has nothing to export."""
+        """Returns the samples of job `job`. A family without samples has nothing to export."""
         samples = self.read(source)
         rows = samples.items() if isinstance(samples, Mapping) else [((), samples)]
         family: Any = _FAMILIES[self.kind](self.name, self.help, labels=("job", *self.labels))
@@ -89,14 +93,14 @@ histogram = partial(_job_series, "histogram")
 
 
 def step_gauge(name: str, text: str, reported: str) -> JobSeries:
-    """A gauge of what ranks report as `reported`: the mean over ranks, in the last step."""
+    """Returns a gauge of the value that ranks report as `reported`: its mean in the last step."""
     return gauge(name, text, lambda job: job.steps.gauge(reported))
 
 
 def rank_series(
     name: str, kind: SeriesKind, text: str, read: Callable[[RankMetrics], float | None]
 ) -> RankSeries:
-    """One sample for each rank."""
+    """Returns a series with one sample for each rank."""
 
     def read_all(ranks: RankView) -> Mapping[str, Sample]:
         return {str(rank): read(metrics) for rank, metrics in ranks.rows}
@@ -105,5 +109,5 @@ def rank_series(
 
 
 def rank_gauge(name: str, text: str, reported: str) -> RankSeries:
-    """A gauge of what each rank reports as `reported`, in its last step."""
+    """Returns a gauge of the value that each rank reports as `reported`, in its last step."""
     return rank_series(name, "gauge", text, lambda rank: rank.gauge(reported))

@@ -1,4 +1,5 @@
-"""The job as JSON values: at one moment (/snapshot.json), and what led there (/history.json)."""
+"""The job as JSON values: its state at one moment (/snapshot.json), and its curves, log and config
+(/history.json)."""
 
 from __future__ import annotations
 
@@ -26,10 +27,11 @@ MAX_LINE_CHARACTERS = 500
 
 
 def make_snapshot(metrics: JobMetrics) -> dict[str, Any]:
-    """The job without its ranks. Times are Unix seconds; unknown values, inf and nan are None.
+    """Returns the state of the job without its ranks. Times are Unix seconds. Unknown values, inf
+    and nan are None.
 
-    `loss` is [[first step, mean], ...], of as many steps each as it takes; lists hold the newest
-    entries, oldest first. `generations` has an entry where a rank is lost, too.
+    `loss` is [[first step, mean], ...], as of `Curve.means`. Other lists hold the newest entries,
+    oldest first. `generations` also has an entry for each lost rank.
     """
     facts, steps = metrics.facts, metrics.steps
     record = steps.last_record
@@ -98,13 +100,13 @@ def _goodput_row(times: TimeBreakdown) -> dict[str, Any]:
         "ratio": times.goodput,
         "wall_s": times.wall_s,
         "unattributed_s": times.unattributed_s,
-        "seconds": {category: s for category, s in times.seconds.items() if s},
+        "seconds": {category: spent_s for category, spent_s in times.seconds.items() if spent_s},
     }
 
 
 def make_history(metrics: JobMetrics) -> dict[str, Any]:
-    """The data that is too large to read every second. `curves` by name: rows as of `Curve.rows`;
-    `elapsed_s` has the time of each step, in seconds since the run began."""
+    """Returns data that is too large to read every second. `curves` has rows as of `Curve.rows`, by
+    name. The curve `elapsed_s` is the time of each step, in seconds since the run began."""
     curves = metrics.curves
     return {
         "format": HISTORY_FORMAT,
@@ -116,18 +118,18 @@ def make_history(metrics: JobMetrics) -> dict[str, Any]:
 
 
 def history_texts(spec: JobSpec, log: Sequence[str]) -> dict[str, Any]:
-    """The value's `log` and `config`, without secrets."""
+    """Returns the `log` and `config` of /history.json, without secrets."""
     lines = [redact_url(line)[:MAX_LINE_CHARACTERS] for line in log]
     return {"log": lines, "config": redact_document(to_document(spec))}
 
 
 def to_json(value: Any) -> bytes:
-    """A value without inf and nan as JSON."""
+    """Returns a value, which must not contain inf or nan, as JSON."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
 def snapshot_ranks(ranks: RankMetricsTable) -> list[dict[str, Any]]:
-    """The value's `ranks`, in order."""
+    """Returns the `ranks` of /snapshot.json, in order."""
     return [finite_json(_rank_row(rank, metrics)) for rank, metrics in ranks.rows]
 
 
@@ -148,7 +150,7 @@ def _rank_row(rank: int, metrics: RankMetrics) -> dict[str, Any]:
 
 
 def finite_json(value: Any, convert: Callable[[float], str | None] = lambda _: None) -> Any:
-    """Replaces inf and nan, which JSON does not have, with None or what `convert` returns."""
+    """Replaces inf and nan, which JSON cannot represent, with None or the result of `convert`."""
     if isinstance(value, dict):
         return {key: finite_json(item, convert) for key, item in value.items()}
     if isinstance(value, list | tuple):

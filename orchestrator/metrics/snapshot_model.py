@@ -1,6 +1,7 @@
 """The schema of a snapshot, for readers that get one from a file or another process.
 
-Readers rely on it: numbers are finite, and such that they can be shown. Unknown keys are allowed.
+Readers rely on the schema: numbers are finite, and in a range that can be shown. Unknown keys are
+allowed.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class _Source(_Row):
 
 
 class _Snapshot(_Row):
-    """`rayzero.orchestrator.metrics.snapshot.make_snapshot` makes it."""
+    """The value that `rayzero.orchestrator.metrics.snapshot.make_snapshot` returns."""
 
     version: str
     job: str
@@ -150,6 +151,6 @@ class _Snapshot(_Row):
 
 
 def validate_snapshot(value: Any, what: str) -> None:
-    """Raises ConfigError, which names what is wrong, if it is not a snapshot that can be shown;
-    `what` is its name in the message."""
+    """Raises ConfigError, which names what is wrong, if a value is not a valid snapshot. `what` is
+    the name of the value in the message."""
     validate_document(_Snapshot, value, what)

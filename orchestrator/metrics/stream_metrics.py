@@ -1,4 +1,4 @@
-"""The metrics of a job's data and streams, and the streams' part of its snapshot."""
+"""Metrics of a job's data and streams, and the streams' part of the job's snapshot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rayzero.orchestrator.metrics.stream_table import SourceValues
 
 
 def stream_rows(job: JobMetrics) -> dict[str, dict[str, Any]]:
-    """The sources for the snapshot."""
+    """Returns the rows of the streams' sources for the snapshot, by source."""
     return {
         source: {
             **{kind: values.totals[kind] for kind in ("samples", "blocks", "bytes")},
@@ -26,12 +26,12 @@ def stream_rows(job: JobMetrics) -> dict[str, dict[str, Any]]:
 def _of_sources(
     read: Callable[[SourceValues], float],
 ) -> Callable[[JobMetrics], Mapping[str, float]]:
-    """A reader of one value of each source."""
-    return lambda job: {source: read(it) for source, it in job.streams.by_source.items()}
+    """Returns a reader of one value of each source."""
+    return lambda job: {source: read(values) for source, values in job.streams.by_source.items()}
 
 
 def _block_uses(job: JobMetrics) -> Mapping[tuple[str, ...], float]:
-    """How often batches took rows of blocks, by source and `result`."""
+    """Returns how often batches took rows of a block, by source and `result`."""
     return {
         (source, result): values.totals[f"{result}s"]
         for source, values in job.streams.by_source.items()
@@ -53,31 +53,31 @@ DATA_SERIES = (
     counter(
         "rayzero_stream_samples_total",
         "Samples of a source in finished steps.",
-        _of_sources(lambda it: it.totals["samples"]),
+        _of_sources(lambda values: values.totals["samples"]),
         "source",
     ),
     gauge(
         "rayzero_stream_share_ratio",
         "Share of a source in the samples of the last step.",
-        _of_sources(lambda it: it.share),
+        _of_sources(lambda values: values.share),
         "source",
     ),
     counter(
         "rayzero_stream_read_bytes_total",
-        "Bytes in memory of the blocks that were read, the sum over ranks.",
-        _of_sources(lambda it: it.totals["bytes"]),
+        "Size in memory of the blocks that were read, the sum over ranks.",
+        _of_sources(lambda values: values.totals["bytes"]),
         "source",
     ),
     counter(
         "rayzero_stream_read_blocks_total",
         "Blocks that were read, the sum over ranks.",
-        _of_sources(lambda it: it.totals["blocks"]),
+        _of_sources(lambda values: values.totals["blocks"]),
         "source",
     ),
     counter(
         "rayzero_stream_block_uses_total",
-        "How often a batch took rows of a block that was in memory (`hit`) or for which it "
-        "waited (`wait`), of an iterable a row; the sum over ranks.",
+        "How often a batch took rows of a block (of an iterable: a row) that was in memory (`hit`) "
+        "or for which it waited (`wait`), the sum over ranks.",
         _block_uses,
         "source",
         "result",

@@ -1,4 +1,4 @@
-"""The amounts that a job's ranks read of their streams, by source. No clock, no I/O."""
+"""Amounts of data that a job's ranks read of their streams, by source. No clock, no I/O."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from rayzero.orchestrator.progress import SMOOTHING, StepRecord
 from rayzero.workers.spread import Spread
 
 MAX_SOURCES = 100
-"""Sources of a job's streams; bounds the number of Prometheus series. Further ones have none."""
+"""Maximum number of sources with metrics. Bounds the number of Prometheus series."""
 _PREFIX = "streams/"
 
 
 @dataclass
 class SourceValues:
-    """One source, over all ranks.
+    """The values of one source, summed over all ranks.
 
     Args:
-        totals: its `samples` in finished steps; of its blocks: how many were read, their `bytes` in
-            memory, and how often a batch took rows of one that was there or not, `hits` and
-            `waits`.
-        share: of the samples of the newest step.
-        per_s: samples and bytes a second, of recent steps.
+        totals: `samples` in finished steps; `blocks` that were read, and their `bytes` in memory;
+            how often a batch took rows of a block in memory (`hits`) or waited for it (`waits`).
+        share: share of the source in the samples of the newest step.
+        per_s: samples and bytes per second in recent steps.
     """
 
     totals: Counter[str] = field(default_factory=Counter)
@@ -37,15 +36,16 @@ class SourceValues:
 
 
 class StreamTable:
-    """The sources of a job's streams, by name; without a stream there are none."""
+    """The sources of a job's streams, by name. A job without streams has none."""
 
     def __init__(self) -> None:
         self.by_source: dict[str, SourceValues] = {}
-        self._step_s = 0.0  # of recent steps, as the amounts
+        # Moving averages over recent steps: the duration, and the amount of each source and kind.
+        self._step_s = 0.0
         self._amounts: defaultdict[tuple[str, str], float] = defaultdict(float)
 
     def add_step(self, record: StepRecord) -> dict[str, Spread]:
-        """Returns the values of the curves at this step, by their names."""
+        """Adds a finished step. Returns the values of the curves at this step, by curve name."""
         counts: defaultdict[str, dict[str, float]] = defaultdict(dict)
         for name, number in record.gauges.items():
             if name.startswith(_PREFIX):
@@ -54,7 +54,7 @@ class StreamTable:
         for source in counts:
             if len(self.by_source) < MAX_SOURCES:
                 self.by_source.setdefault(source, SourceValues())
-        samples = sum(of_one.get("samples", 0) for of_one in counts.values())
+        samples = sum(kinds.get("samples", 0) for kinds in counts.values())
         weight = SMOOTHING if self._step_s else 1.0
         self._step_s += weight * (record.step_s - self._step_s)
         curves: dict[str, Spread] = {}
@@ -67,7 +67,7 @@ class StreamTable:
                     continue
                 number, key = step.get(kind, 0.0), (source, kind)
                 self._amounts[key] += weight * (number - self._amounts[key])
-                if self._step_s > 0:  # blocks are read in bursts: curves are smooth, too
+                if self._step_s > 0:  # blocks are read in bursts, so the curves are smoothed, too
                     values.per_s[kind] = self._amounts[key] / self._step_s
                     curves[f"{_PREFIX}{source}/{kind}_per_s"] = one(values.per_s[kind])
         return curves

@@ -1,8 +1,8 @@
 """The metrics of one job: counted from its events, served over HTTP, written per step.
 
-Lifetimes: the endpoint lives from `Telemetry`'s construction to its end. The endpoint's threads
-read the counters under the lock that the controller's thread takes for each event; they hold it
-only while they copy the table of the ranks, of which there may be thousands, without its rows.
+The endpoint lives from the construction of `Telemetry` until `close`. Its thread reads the counters
+under the lock that the controller's thread takes for each event. There may be thousands of ranks,
+so under the lock it only copies the columns of their table, and makes the rows later.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ HISTORY_INTERVAL_S = 20.0
 
 
 class Telemetry:
-    """Counts a job's events from its construction on, and serves the metrics. Opens files and a
-    socket: constructed outside the event loop, before the first event. Raises ConfigError if the
-    port is taken, or a file cannot be written.
+    """Counts a job's events from its construction on, and serves the metrics. The constructor opens
+    files and a socket, so it is called outside the event loop, before the first event. It raises
+    ConfigError if the port is taken, or a file cannot be written.
 
     Args:
         writer: writes the step files.
@@ -89,7 +89,7 @@ class Telemetry:
             self.close()
             raise
         events.subscribe(self._on_event, JOB_EVENTS)
-        # There are thousands of these a second: no time is read, and their types are not compared.
+        # Thousands of these arrive in a second, so each has a handler that reads no clock.
         events.subscribe(self._on_rows, (StepRows,))
         events.subscribe(self._on_heartbeats, (Heartbeats,))
         events.subscribe(self._on_role_report, (RoleReport,))
@@ -130,21 +130,22 @@ class Telemetry:
             self._metrics.roles.on_counts(event)
 
     def snapshot(self) -> dict[str, Any]:
-        """The current state of the job as JSON-ready data. Thread-safe."""
+        """Returns the current state of the job as JSON-ready data. Thread-safe."""
         with self._lock:
             value = make_snapshot(self._metrics)
             ranks = self._metrics.ranks.copy()
         return {**value, "ranks": snapshot_ranks(ranks)}
 
     def history(self) -> dict[str, Any]:
-        """The job's curves, the end of its log and its config as JSON-ready data. Thread-safe."""
+        """Returns the job's curves, the end of its log and its config as JSON-ready data.
+        Thread-safe."""
         with self._lock:
             value, log = make_history(self._metrics), list(self._log)
         return {**value, **history_texts(self._metrics.spec, log)}
 
     def restore_curves(self, job_folder: str, warn: Callable[[str], None]) -> None:
-        """Continues the curves of a run that is adopted, by the file in the job's folder. Without
-        that they begin here."""
+        """Continues the curves of an adopted run, from the file in the job's folder. Without the
+        file, the curves begin now."""
         try:
             curves = json.loads(open_store(job_folder).read(HISTORY_FILE))["curves"]
             with self._lock:
@@ -159,18 +160,19 @@ class Telemetry:
             )
 
     def outlook(self) -> tuple[float | None, float]:
-        """Estimated seconds to the last step (None if unknown), and the goodput so far."""
+        """Returns the estimated seconds to the last step (None if unknown), and the goodput."""
         with self._lock:
             return self._metrics.remaining_s, self._metrics.time_breakdown().goodput
 
     def seconds(self) -> dict[str, float]:
-        """The wall time by cause, for the journal; a run that adopts this one continues it."""
+        """Returns the wall time by cause, in seconds. It is kept in the journal, so that a process
+        that adopts the run continues the accounting."""
         with self._lock:
             seconds = self._metrics.time_breakdown().seconds
-        return {cause: round(s, 3) for cause, s in seconds.items() if s}
+        return {cause: round(spent_s, 3) for cause, spent_s in seconds.items() if spent_s}
 
     def collect(self) -> list[Metric]:
-        """The job's Prometheus metrics: this is a `prometheus_client` collector. Thread-safe."""
+        """Returns the job's metrics, as a collector of `prometheus_client` does. Thread-safe."""
         with self._lock:
             job = list(job_families(self._metrics))
             if not self._per_rank:
@@ -197,13 +199,15 @@ class Telemetry:
 
 
 class RunFiles:
-    """Writes what the page shows of a run into its folders, on disk and in a store, while something
-    happens in it, and at its end. `rayzero page` reads these files, and not the jobs' processes:
-    Ray ends its clients with their cluster.
+    """Writes the files that the page shows of a run, on disk and in a store, whenever something has
+    happened in the run, and at its end. `rayzero page` reads these files instead of calling the
+    jobs' processes, because Ray ends its clients with their cluster.
 
     Args:
-        store_writer: writes to a store, if that is `checkpoint.path`.
-        fence: raises when another process owns the job's folder; called in that writer's thread.
+        writer: writes to the disk.
+        store_writer: writes to the store, if `checkpoint.path` is one.
+        fence: raises when another process owns the job's folder; called in the thread of
+            `store_writer`.
     """
 
     def __init__(
@@ -231,7 +235,8 @@ class RunFiles:
         events.subscribe(self._on_event, (StepRecord, StateEntered, Heartbeats))
 
     def _on_event(self, event: JobEvent | Heartbeats) -> None:
-        """There are thousands of these a second. The end is written even during another write."""
+        """Wakes the writers. Called thousands of times a second, so it only wakes a queue with
+        nothing to write. At the run's end it always does: a write in progress may be too early."""
         is_end = isinstance(event, StateEntered) and event.state.is_final
         for queue in self._queues:
             if queue.is_empty or is_end:
@@ -239,7 +244,7 @@ class RunFiles:
 
 
 def _replace(path: Path, value: Callable[[], dict[str, Any]], _: Sequence[None]) -> None:
-    """Writes what the value is now; readers see the old file or the new one."""
+    """Replaces a file with the current value. Readers see either the old file or the new one."""
     new = path.with_name(f".{path.name}")
     new.write_bytes(to_json(value()))
     os.replace(new, path)

@@ -1,9 +1,9 @@
-"""Finished steps in the job's folder, as `metrics.jsonl` and TensorBoard's event files, and in the
-experiment trackers Weights & Biases and MLflow.
+"""Writes finished steps into the job's folder, as `metrics.jsonl` and TensorBoard's event files,
+and to the experiment trackers Weights & Biases and MLflow.
 
-Trackers have a thread of their own: a tracker is a network away, and the journal must not wait for
-it. A tracker that cannot be reached costs a warning, never a step. One tracker's run is one run of
-the job, with its repairs and adoptions.
+Trackers are written in a thread of their own, because the journal must not wait for the network. A
+tracker that cannot be reached costs a warning, never a step. A run in a tracker is one run of the
+job, including its repairs and adoptions.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ _TENSORBOARD_TAGS = {
     "gpu_utilization": "usage/gpu_utilization",
 }
 _TAG_PREFIXES = {"phases/": "phase_seconds/", "bytes/": "memory_bytes/"}
-"""Gauges that are shown under another TensorBoard folder."""
+"""Prefixes of gauges, and the TensorBoard prefixes under which they are shown."""
 
 
 def to_point(record: StepRecord) -> Point:
-    """The values of a step by TensorBoard tag, which other trackers get too; those of user code are
-    under `user/`."""
+    """Returns the values of a step by TensorBoard tag; values of user code are under `user/`. Other
+    trackers get the same tags."""
     scalars = {"speed/step_seconds": record.step_s, "job/world_size": float(record.world_size)}
     if record.loss is not None:
         scalars["train/loss"] = record.loss
@@ -75,8 +75,8 @@ def to_point(record: StepRecord) -> Point:
 
 
 def write_json_lines(path: Path, records: Sequence[StepRecord]) -> None:
-    """One line per step. Later runs append to the same file; the last line of a step is the valid
-    one. inf and nan, which JSON does not have, are written as null."""
+    """Appends one line for each step. Later runs append to the same file; the last line of a step
+    is the valid one. inf and nan, which JSON cannot represent, are written as null."""
     lines = []
     for record in records:
         fields = {
@@ -109,14 +109,14 @@ class TensorBoardFile:
 
 
 def open_step_files(plan: JobPlan, now_s: float, writer: BackgroundWriter) -> list[WriteQueue]:
-    """A queue for each of the files that the job file enables. Raises ConfigError if one cannot be
-    written."""
+    """Opens a queue for each of the files that the job file enables. Raises ConfigError if a file
+    cannot be written."""
     config, folder = plan.spec.metrics, plan.output_dir
     writes: dict[str, Callable[[Sequence[StepRecord]], None]] = {}
     try:
         if config.jsonl:
             writes["metrics.jsonl"] = partial(write_json_lines, folder / JSON_LINES_FILE)
-            writes["metrics.jsonl"](())  # creates it
+            writes["metrics.jsonl"](())  # creates the file
         if config.tensorboard:
             writes["the TensorBoard file"] = TensorBoardFile(folder, now_s).write
     except OSError as error:
@@ -132,8 +132,8 @@ _NAMES = {"wandb": "W&B", "mlflow": "MLflow"}
 
 
 class Trackers:
-    """The trackers of the job file, by their packages. Owns their thread, from `subscribe_to` to
-    `close`. Raises ConfigError if a package is not installed here.
+    """The trackers that the job file enables. Owns their thread, from `subscribe_to` to `close`.
+    Raises ConfigError if a tracker's package is not installed here.
 
     Args:
         began_s: Unix time of the run's first journal entry, the same after an adoption.
@@ -152,9 +152,9 @@ class Trackers:
         self._plan = plan
         self._key = f"{plan.spec.name}-{int(began_s)}"
         self._warn = warn
-        self._runs: dict[str, Writer | None] = {}  # None: its package cannot be imported
+        self._runs: dict[str, Writer | None] = {}  # None if the package cannot be imported
         self._writer = BackgroundWriter(warn)
-        packages = [it for it in _NAMES if getattr(plan.spec.metrics, it) is not None]
+        packages = [name for name in _NAMES if getattr(plan.spec.metrics, name) is not None]
         for package in packages:
             if not is_installed(package):
                 raise ConfigError(
@@ -165,9 +165,11 @@ class Trackers:
                 )
         self._queues = [
             self._writer.add_queue(
-                f"the job's run in {_NAMES[it]}", partial(self._write, it), flush_interval_s
+                f"the job's run in {_NAMES[package]}",
+                partial(self._write, package),
+                flush_interval_s,
             )
-            for it in packages
+            for package in packages
         ]
 
     def subscribe_to(self, events: EventBus) -> None:
@@ -175,7 +177,7 @@ class Trackers:
             events.subscribe(self._on_event, (StepRecord, StateEntered))
 
     def close(self) -> None:
-        """Waits, `end_limit_s` at most, until the trackers have everything."""
+        """Waits until the trackers have all values, for at most `end_limit_s`."""
         if any(queue.failures for queue in self._queues):
             self._warn(
                 f"waiting up to {self._end_limit_s:g} s for a tracker to take the last values"
@@ -191,7 +193,8 @@ class Trackers:
             queue.put(event)
 
     def _write(self, package: str, events: Sequence[StepRecord | StateEntered]) -> None:
-        """Steps, and the job's end. May raise anything, and is called again with the same then."""
+        """Writes steps, and the job's end, to one tracker. May raise anything; then it is called
+        again with the same events."""
         if package not in self._runs:
             self._runs[package] = self._open(package)
         if (run := self._runs[package]) is None:
@@ -202,7 +205,8 @@ class Trackers:
                 run.end(_RUN_STATUS.get(event.state, FAILED))
 
     def _open(self, package: str) -> Writer | None:
-        """The job's run; None if the package cannot be imported: trying again is of no use."""
+        """Opens the job's run in a tracker. Returns None, for good, if the package cannot be
+        imported."""
         try:
             module: Any = import_module(package)
         except Exception as error:  # noqa: BLE001 -- a package raises what it wants

@@ -1,6 +1,7 @@
 """The live page of a job, and of all jobs: one HTML file, assembled from the sources here.
 
-It reads /snapshot.json and /history.json (of all jobs also /jobs.json), and cannot change the job.
+The page reads /snapshot.json and /history.json (the page of all jobs also /jobs.json), and cannot
+change a job.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ CONTENT_TYPE = "text/html; charset=utf-8"
 
 @cache
 def render_page(all_jobs: bool = False) -> str:
-    """The HTML text, of one job's endpoint or of `rayzero page`. Its content security policy allows
-    its own style and script, by their hashes, and requests to its own origin."""
+    """Returns the page of one job's endpoint, or of `rayzero page`. Its content security policy
+    allows its own style and script, by their hashes, and requests to its own origin."""
     style, script = _concat_assets(STYLES), _concat_assets(SCRIPTS)
     policy = (
         f"default-src 'none'; style-src '{_csp_hash(style)}'; script-src '{_csp_hash(script)}'; "
@@ -42,7 +43,7 @@ def render_page(all_jobs: bool = False) -> str:
 
 
 def page_response(all_jobs: bool = False) -> tuple[str, bytes]:
-    """(content type, body)."""
+    """Returns the content type and the body of the page."""
     return CONTENT_TYPE, render_page(all_jobs).encode()
 
 
@@ -55,5 +56,5 @@ def _read_asset(name: str) -> str:
 
 
 def _csp_hash(text: str) -> str:
-    """The source expression for an inline style or script in a content security policy."""
+    """Returns the expression for an inline style or script in a content security policy."""
     return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"

@@ -1,15 +1,15 @@
-// Charts as SVG: lines over steps or time, and the world size. They share a cursor, which follows the pointer,
+// Charts as SVG: lines over steps or time, and the world size. All charts share a cursor, which follows the pointer,
 // a finger, or the arrow keys.
 
 const EDGE = { left: 54, right: 12, top: 12, bottom: 22 };
 const view = { smoothing: 0, log: false, byTime: false };
 const plots = new Map();
-let cursor = null; // { axis: "step" or "time", at }
+let cursor = null; // { axis: "step" or "time", at: position on that axis }
 
 const axisOfView = () => (view.byTime ? "time" : "step");
 const axisText = (axis, at) => (axis === "time" ? `after ${duration(at)}` : `step ${count(at)}`);
 
-// As many as wanted, or a few more: never a single one, which would show no scale.
+// Calls `make` with `wanted` or a greater number, until it returns at least `least` values: a single one shows no scale.
 function enough(make, wanted, least) {
   for (let number = wanted; number < 4 * wanted; number += 1) {
     const values = make(number);
@@ -18,7 +18,7 @@ function enough(make, wanted, least) {
   return make(4 * wanted);
 }
 
-// With the digits that tell them apart.
+// Formats values with as many digits as distinguish them.
 function labelsOf(values, format) {
   for (let more = 0; more < 12; more += 1) {
     const texts = values.map((value) => format(value, more));
@@ -38,7 +38,7 @@ function ticks(low, high, wanted) {
   return values;
 }
 
-// Round numbers of the unit that `bytes` shows.
+// Ticks at round numbers of the unit that `bytes` shows.
 function byteTicks(low, high, wanted) {
   const unit = 1024 ** Math.max(0, Math.floor(Math.log2(high / 2) / 10));
   return ticks(low / unit, high / unit, wanted).map((value) => value * unit);
@@ -69,7 +69,7 @@ function scale(low, high, from, to) {
   return (value) => from + ((value - low) / span) * (to - from);
 }
 
-// The box of a plot: its size, its scales, and an SVG with grid and labels.
+// Makes the frame of a plot: an SVG with grid and labels, its size, and its scales (`back`: from pixels to the x axis).
 function frame(element, { axis, x: [left, right], y: [low, high], log, format, yTicks }) {
   const width = Math.max(220, element.clientWidth);
   const height = element.clientHeight || 150;
@@ -82,9 +82,9 @@ function frame(element, { axis, x: [left, right], y: [low, high], log, format, y
   const values = yTicks || (log ? logTicks(low, high) : enough((wanted) => linearTicks(low, high, wanted), height > 200 ? 5 : 3, 3));
   const labels = labelsOf(values, format);
   for (const [index, value] of values.entries()) {
-    const at = y(value);
-    drawing.append(shape("line", { class: "grid", x1: EDGE.left, x2: width - EDGE.right, y1: at, y2: at }));
-    drawing.append(shape("text", { x: EDGE.left - 6, y: at + 4, "text-anchor": "end" }, labels[index]));
+    const level = y(value);
+    drawing.append(shape("line", { class: "grid", x1: EDGE.left, x2: width - EDGE.right, y1: level, y2: level }));
+    drawing.append(shape("text", { x: EDGE.left - 6, y: level + 4, "text-anchor": "end" }, labels[index]));
   }
   const wanted = width < 420 ? 3 : 6;
   const along = (number) => (axis === "time" ? timeTicks(left, right, number) : ticks(left, right, number).filter(Number.isInteger));
@@ -99,7 +99,7 @@ function frame(element, { axis, x: [left, right], y: [low, high], log, format, y
   return { width, height, bottom, drawing, x, y, back: scale(EDGE.left, width - EDGE.right, left, right) };
 }
 
-// When a step was, from the rows of elapsed_s: its first step's time is a row's minimum.
+// Returns the time of a step, by interpolation between rows of elapsed_s. The minimum of a row is the time of its first step.
 function timeOf(times, step) {
   let [low, high] = [0, times.length - 1];
   if (high < 0) return null;
@@ -120,7 +120,7 @@ function toPoints(rows, times) {
     .filter((point) => known(point.x));
 }
 
-// Exponential moving average without the bias towards zero of its first values.
+// Exponential moving average, corrected for the bias of its first values towards zero.
 function smooth(points) {
   let [sum, weight] = [0, 0];
   return points.map((point) => {
@@ -143,9 +143,9 @@ function nearest(points, at) {
 function linePath(points, x, y, value) {
   let [pen, path] = ["M", ""];
   for (const point of points) {
-    const at = known(value(point)) ? y(value(point)) : NaN;
-    if (!Number.isFinite(at)) { pen = "M"; continue; }
-    path += `${pen}${x(point.x).toFixed(1)} ${at.toFixed(1)}`;
+    const level = known(value(point)) ? y(value(point)) : NaN;
+    if (!Number.isFinite(level)) { pen = "M"; continue; }
+    path += `${pen}${x(point.x).toFixed(1)} ${level.toFixed(1)}`;
     pen = "L";
   }
   return path;
@@ -159,8 +159,8 @@ function areaPath(points, x, y, upper, lower) {
   return `M${there.join("L")}L${back.join("L")}Z`;
 }
 
-// Lines of `series`, each { name, colour, rows, times }. `stacked`: areas on top of each other, of which the
-// thin ones, too thin to be seen, are drawn as one.
+// Draws lines of `series`, each { name, colour, rows, times }. With `stacked`, draws areas on top of each other;
+// areas that are too thin to be seen are drawn as one.
 function lineChart(figure, { title, series, format, stacked }) {
   const [plot, readout, legend] = ["plot", "readout", "legend"].map((name) => figure.querySelector(`.${name}`));
   const lines = series.map((line) => ({ ...line, points: smooth(toPoints(line.rows, line.times)) }))
@@ -186,24 +186,24 @@ function lineChart(figure, { title, series, format, stacked }) {
     const colour = `var(--${line.colour})`;
     if (stacked) {
       if (line.isThin) continue;
-      drawing.append(shape("path", { class: "layer", fill: colour, d: areaPath(line.points, x, y, (at) => at.top, (at) => at.base) }));
+      drawing.append(shape("path", { class: "layer", fill: colour, d: areaPath(line.points, x, y, (point) => point.top, (point) => point.base) }));
       continue;
     }
     const above = log ? (value) => (value > 0 ? value : null) : (value) => value;
     drawing.append(shape("path", { class: "band", fill: colour,
-      d: areaPath(line.points, x, y, (at) => above(at.high), (at) => above(at.low)) }));
-    if (view.smoothing) drawing.append(shape("path", { class: "curve raw", stroke: colour, d: linePath(line.points, x, y, (at) => above(at.mean)) }));
-    drawing.append(shape("path", { class: "curve", stroke: colour, d: linePath(line.points, x, y, (at) => above(at.shown)) }));
+      d: areaPath(line.points, x, y, (point) => above(point.high), (point) => above(point.low)) }));
+    if (view.smoothing) drawing.append(shape("path", { class: "curve raw", stroke: colour, d: linePath(line.points, x, y, (point) => above(point.mean)) }));
+    drawing.append(shape("path", { class: "curve", stroke: colour, d: linePath(line.points, x, y, (point) => above(point.shown)) }));
     const [only] = line.points;
     if (line.points.length === 1 && known(only.mean)) drawing.append(shape("circle", { cx: x(only.x), cy: y(only.mean), r: 3, fill: colour }));
-    for (const point of line.points.filter((at) => at.nonfinite)) {
+    for (const point of line.points.filter((candidate) => candidate.nonfinite)) {
       drawing.append(shape("path", { class: "fault", d: `M${x(point.x) - 4} ${box.bottom}h8l-4 -7z` },
         shape("title", {}, `step ${count(point.step)}: ${count(point.nonfinite)} inf or nan`)));
     }
   }
   if (thin.length) {
     const [first, last] = [thin[0].points, thin[thin.length - 1].points];
-    drawing.append(shape("path", { class: "layer thin", d: areaPath(last, x, y, (at) => at.top, (at) => first[nearest(first, at.x)].base) }));
+    drawing.append(shape("path", { class: "layer thin", d: areaPath(last, x, y, (point) => point.top, (point) => first[nearest(first, point.x)].base) }));
   }
   const items = lines.map((line) => element("b", {}));
   legend.replaceChildren(...(series.length < 2 ? [] : lines.map((line, index) =>
@@ -232,9 +232,9 @@ function lineChart(figure, { title, series, format, stacked }) {
 
 const longest = (lines) => lines.reduce((best, line) => (line.points.length > best.points.length ? line : best));
 
-const THIN = 0.02; // of the whole: about two pixels
+const THIN = 0.02; // share of the whole below which an area is thin: about two pixels
 
-// The thin lines on top, in a colour of their own.
+// Computes the areas of stacked lines. Thin lines are on top, in a common colour.
 function stack(lines) {
   const sums = new Map(lines.map((line) => [line, line.points.reduce((sum, point) => sum + Math.max(0, point.mean || 0), 0)]));
   const whole = [...sums.values()].reduce((sum, part) => sum + part, 0);
@@ -260,7 +260,7 @@ function valueRange(values, log, fromZero) {
   return [low >= 0 && low - margin < 0 ? 0 : low - margin, high + margin];
 }
 
-// Puts a drawing into its plot, where pointer and keys move the cursor of all charts.
+// Puts a drawing into its plot. Pointer and keys in the plot move the cursor of all charts.
 function addCursor(figure, plot, box, chart) {
   const line = shape("line", { class: "cursor", y1: EDGE.top, y2: box.bottom, visibility: "hidden" });
   const dots = shape("g", {});
@@ -307,9 +307,9 @@ function moveCursor(to) {
   for (const plot of plots.values()) plot.place();
 }
 
-const MIN_DIP = 4; // pixels: a repair may take a fraction of a second of a run of days
+const MIN_DIP = 4; // least width of a dip, in pixels: a repair may take a fraction of a second in a run of days
 
-// Of the ranks, or of the workers of a role, which have no generations.
+// Draws the number of ranks over time, or of a role's workers, which have no generations.
 function worldChart(figure, { began, until, generations, faults, checkpoints, maxWorkers, title, noun, none }) {
   const [plot, readout] = [figure.querySelector(".plot"), figure.querySelector(".readout")];
   if (!generations.length) {
@@ -337,13 +337,13 @@ function worldChart(figure, { began, until, generations, faults, checkpoints, ma
   drawing.append(shape("path", { class: "size", d: `${path}V${bottom}` }));
   if (maxWorkers) drawing.append(shape("line", { class: "limit", x1: EDGE.left, x2: box.width - EDGE.right, y1: y(maxWorkers), y2: y(maxWorkers) }));
   for (const checkpoint of checkpoints) {
-    const at = x(Math.max(0, checkpoint.at_s - began));
-    drawing.append(shape("line", { class: "saved", x1: at, x2: at, y1: bottom, y2: bottom - 8 }));
+    const left = x(Math.max(0, checkpoint.at_s - began));
+    drawing.append(shape("line", { class: "saved", x1: left, x2: left, y1: bottom, y2: bottom - 8 }));
   }
   for (const fault of faults) {
-    const at = x(Math.max(0, fault.at_s - began));
-    drawing.append(shape("line", { class: "faultline", x1: at, x2: at, y1: EDGE.top, y2: bottom }));
-    drawing.append(shape("path", { class: "fault", d: `M${at - 6} ${EDGE.top - 10}h12l-6 11z` }));
+    const left = x(Math.max(0, fault.at_s - began));
+    drawing.append(shape("line", { class: "faultline", x1: left, x2: left, y1: EDGE.top, y2: bottom }));
+    drawing.append(shape("path", { class: "fault", d: `M${left - 6} ${EDGE.top - 10}h12l-6 11z` }));
   }
   const sizeAt = (at) => [...points].reverse().find((point) => point.x <= at);
   const near = (at, entries, pixels) => entries.find((entry) => Math.abs(x(entry.at_s - began) - x(at)) < pixels);

@@ -1,4 +1,4 @@
-// Which curves are shown together, and the settings of their display.
+// The charts, with the curves that each shows, and the settings of their display.
 
 const CHARTS = [
   { id: "loss", title: "Loss", curves: { loss: "loss" }, format: figure },
@@ -31,7 +31,8 @@ function roleChart(name) {
   return { id: `role-${name}`, title, curves: { [name]: name }, format: isRate ? rate : figure, colour: "c2" };
 }
 
-// Who waits for whom: the seconds of a role are the sum over its workers.
+// Returns the charts of roles. One shows how long ranks and roles wait for each other; a role's seconds are summed over
+// its workers.
 function roleCharts(names) {
   const roles = [...names].filter((name) => name.startsWith("roles/")).sort();
   const waits = roles.map((name) => name.split("/")).filter(([, , value]) => WAITS[value])
@@ -41,10 +42,10 @@ function roleCharts(names) {
   return waits.length ? [{ id: "role-waits", title: "Waiting: seconds of a step", curves, format: duration }, ...others] : others;
 }
 
-// The lines of jobs that are compared have the colours of their rows.
+// In a comparison, each job's lines have the colour of the job's row.
 const isComparison = (histories) => histories.some((history) => history.colour);
 
-// Those that have a curve, and the loss. The phases of one job are a chart of their own.
+// Returns the charts that have a curve, and always the loss. The phases of a single job are stacked in one chart.
 function chartsOf(names, histories) {
   const charts = CHARTS.filter((chart) => chart.id === "loss" || Object.keys(chart.curves).some((name) => names.has(name)));
   const users = [...names].filter((name) => name.startsWith("user/")).sort().map(userChart);
@@ -58,7 +59,7 @@ function chartsOf(names, histories) {
   ];
 }
 
-// One line for each curve of a job; with several jobs, one for each job.
+// Shows the charts. For one job, a chart has a line for each of its curves; in a comparison, a line for each job.
 function showCurves(histories) {
   const names = new Set(histories.flatMap((history) => Object.keys(history.curves)));
   const charts = chartsOf(names, histories);
@@ -110,7 +111,7 @@ function onSettings(redraw) {
   }
 }
 
-// A document as indented lines, without what is empty or null.
+// Returns a document as indented lines, without empty values and null.
 function outline(value, indent = "") {
   const lines = [];
   for (const [key, inner] of Object.entries(value)) {

@@ -1,5 +1,5 @@
 "use strict";
-// Formatting of numbers, and creation of DOM elements. Values from the job are only ever inserted as text.
+// Formatting of numbers, and creation of DOM elements. Values from the job are only inserted as text, never as HTML.
 
 const FINAL = ["succeeded", "failed", "stopped"];
 
@@ -21,7 +21,7 @@ function shape(tag, attributes, ...children) {
 
 const known = (value) => typeof value === "number" && Number.isFinite(value);
 
-// Each format has as many digits as a value needs, and `more` where neighbours on an axis would look the same.
+// Each format shows as many digits as a value needs, and `more` if labels on an axis would otherwise look the same.
 function figure(value, more = 0) {
   if (!known(value)) return "–";
   const size = Math.abs(value);

@@ -1,4 +1,4 @@
-// The table of all jobs: sorted by any column, filtered, and some of them selected to be compared.
+// The table of all jobs: sorted by any column, filtered, with boxes that select jobs for a comparison.
 
 const STALE_S = 60;
 const MAX_KEYS = 4;
@@ -28,7 +28,8 @@ function nameOf(job) {
 
 const timeLeft = (job) => (FINAL.includes(job.state) || !known(job.remaining_s) ? [] : [element("span", { class: "quiet" }, ` ${duration(job.remaining_s)} left`)]);
 
-// `value` sorts, `show` makes the cell; `optional` ones are left out where no job has a value.
+// Rows are sorted by `value`; `show` makes the content of a cell. `at` is the Unix time of the index.
+// An `optional` column is left out if no job has a value.
 const JOB_COLUMNS = [
   { label: "Job", value: (job) => job.name, show: nameOf },
   { label: "State", value: (job) => job.state, show: (job, at) => stateBadge(job, at) },
@@ -48,7 +49,7 @@ const JOB_COLUMNS = [
 
 const settingText = (value) => (value === undefined ? "–" : String(value));
 
-// The keys of the job files that are not the same in all jobs shown, those of the training first.
+// Returns the keys of the job files whose values differ between the jobs shown, keys of the training first.
 function differingKeys(jobs) {
   const configs = jobs.map((job) => job.config).filter((config) => Object.keys(config).length);
   const keys = [...new Set(configs.flatMap(Object.keys))];
@@ -69,7 +70,7 @@ function matches(job, words) {
 
 // Unknown values come last in either direction.
 function sortJobs(jobs, columns, at) {
-  const column = columns.find((one) => one.label === order.column);
+  const column = columns.find((candidate) => candidate.label === order.column);
   if (!column) return jobs;
   const isKnown = (value) => value !== null && value !== undefined;
   return [...jobs].sort((left, right) => {
@@ -83,7 +84,7 @@ function sortJobs(jobs, columns, at) {
 function sortBy(label) {
   if (order.column !== label) Object.assign(order, { column: label, descending: false });
   else if (!order.descending) order.descending = true;
-  else order.column = null; // the newest first again
+  else order.column = null; // back to the order of the index, the newest job first
   showJobs(...listed);
 }
 
@@ -94,7 +95,7 @@ function headOf(column) {
   return element("th", { scope: "col", "aria-sort": direction }, control);
 }
 
-// `colours` by name: of the jobs that are compared. Without them each row has a box to select it.
+// Returns the mark of a row: the colour of a job in a comparison (`colours`, by name), or a box that selects the job.
 function markOf(job, colours) {
   if (colours) return element("span", { class: `spot k${(colours[job.name] || "c0").slice(1)}` });
   const mark = element("input", { type: "checkbox", "aria-label": `Select ${job.name}`, "data-focus": `select ${job.name}`, ...(job.has_curves ? {} : { disabled: "" }) });
@@ -130,7 +131,7 @@ function showJobs(index, jobs, colours) {
     return [element("table", { class: "jobs" }, element("thead", {}, heads),
       element("tbody", {}, ...sorted.map((job) => jobRow(job, columns, index.at_s, colours))))];
   });
-  if (focused) [...document.querySelectorAll("[data-focus]")].find((one) => one.dataset.focus === focused)?.focus({ preventScroll: true });
+  if (focused) [...document.querySelectorAll("[data-focus]")].find((control) => control.dataset.focus === focused)?.focus({ preventScroll: true });
   showSelection();
 }
 

@@ -1,4 +1,4 @@
-// Polls what the address names, and shows it: one job, all jobs, or a comparison. Nothing here can change a job.
+// Polls the view that the page's address names, and shows it: one job, all jobs, or a comparison. Cannot change a job.
 
 const FORMAT = 2;
 const HISTORY_FORMAT = 1;
@@ -88,7 +88,7 @@ function showHistory(history) {
   render("config", history.config, (config) => [outline(config).join("\n")]);
 }
 
-// Follows the end, unless the reader has scrolled up.
+// Shows the log. Keeps its end in view, unless the reader has scrolled up.
 function showLog(lines) {
   const log = byId("log-tail");
   const follows = log.scrollTop + log.clientHeight >= log.scrollHeight - 8;
@@ -114,7 +114,7 @@ async function fetchJson(url, format) {
   return { value, age: Date.parse(response.headers.get("Date")) / 1000 - value.at_s };
 }
 
-// What the address names: of one job's endpoint always that job, whose files have no folder.
+// Returns the view that the page's address names. A job's own endpoint always shows that job, whose files have no folder.
 function readPlace() {
   if (document.body.dataset.scope === "job") return { view: "job", jobs: [""] };
   const [, view, names] = location.hash.split("/");
@@ -176,13 +176,16 @@ async function pollJobs(here) {
     showJobs(index, index.jobs, null);
     return;
   }
-  const colours = Object.fromEntries(here.jobs.map((name, at) => [name, LINE_COLOURS[at % LINE_COLOURS.length]]));
+  const colours = Object.fromEntries(here.jobs.map((name, index) => [name, LINE_COLOURS[index % LINE_COLOURS.length]]));
   showJobs(index, index.jobs.filter((job) => here.jobs.includes(job.name)), colours);
   if (performance.now() - historyReadAt < COMPARISON_INTERVAL_MS) return;
   const read = await Promise.allSettled(here.jobs.map((job) => fetchJson(fileOf(job, "history.json"), HISTORY_FORMAT)));
   if (place !== here) return;
   historyReadAt = performance.now();
-  histories = here.jobs.flatMap((job, at) => (read[at].value ? [{ ...read[at].value.value, job, colour: colours[job] }] : []));
+  histories = here.jobs.flatMap((job, position) => {
+    const answer = read[position].value; // undefined if the request failed
+    return answer ? [{ ...answer.value, job, colour: colours[job] }] : [];
+  });
   showCurves(histories);
 }
 

@@ -1,4 +1,4 @@
-// The parts of the page other than charts: functions from values to elements.
+// The parts of the page other than charts: functions that turn values into elements.
 
 const PHASES = {
   forward: 1, backward: 2, reduce: 3, update: 4, data: 5, samples: 5, publish: 6, mirror: 8, checkpoint: 8,

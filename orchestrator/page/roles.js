@@ -1,4 +1,4 @@
-// The roles of a job: a lane each, with its workers over time, and what the buffer of rollouts holds.
+// The roles of a job: a lane for each role, with its workers over time, and the contents of the rollout buffer.
 
 function showRoles(now) {
   const roles = Object.entries(now.roles || {}); // a run of an earlier version has none

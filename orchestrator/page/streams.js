@@ -1,4 +1,4 @@
-// The sources of a job's streams: what is read of each, and their curves.
+// The sources of a job's streams: the amounts that are read, and their curves.
 
 function showStreams(now) {
   const sources = Object.entries(now.streams || {}); // a run of an earlier version has none
@@ -21,7 +21,7 @@ function sourceTable(sources) {
       bytes(source.bytes_per_s), percent(source.hit_ratio)].map((text) => element("td", {}, text))]))];
 }
 
-// Of several sources, the shares of the mixture: parts of a whole.
+// Returns the charts of streams. With several sources, one shows their shares of the mixture, stacked.
 function streamCharts(names, histories) {
   const byKind = (kind) => Object.fromEntries([...names].sort()
     .filter((name) => name.startsWith("streams/") && name.endsWith(`/${kind}`))

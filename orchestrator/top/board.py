@@ -30,13 +30,13 @@ Snapshot = dict[str, Any]
 """The value of /snapshot.json."""
 
 BAR_WIDTH = 60
-"""Columns of a bar or curve."""
+"""Width of a bar or curve, in columns."""
 SILENT_RANK_S = 10.0
 _MAX_EVENTS = 6
 _MAX_CHECKPOINTS = 3
 _MAX_SOURCES = 10
 _MAX_RANK_TILES = 128
-"""More ranks than this are only counted by phase."""
+"""If there are more ranks, they are only counted by phase."""
 
 _STATE_STYLES: dict[str, str] = {
     State.RUNNING: "black on green",
@@ -76,7 +76,7 @@ def has_ended(now: Snapshot) -> bool:
 
 
 def snapshot_line(now: Snapshot) -> str:
-    """`gpt: running, step 12,345/20,000, loss 2.346, ...`"""
+    """Returns a text such as `gpt: running, step 12,345/20,000, loss 2.346, ...`."""
     progress, loss = now["progress"], now["training"]["loss"]
     parts = [f"{printable_text(now['job'])}: {printable_text(now['state'])}", _step_text(now)]
     if now.get("waiting_for"):  # a page's job may be of an earlier version
@@ -95,7 +95,7 @@ def snapshot_line(now: Snapshot) -> str:
 
 
 def render_board(now: Snapshot, error: str | None = None) -> RenderableType:
-    """Renders the whole board. `error`: why the snapshot is out of date, if it is."""
+    """Renders the whole board. `error` says why the snapshot is out of date, if it is."""
     roles = {"roles": _roles_panel(now)} if now.get("roles") else {}
     streams = {"streams": _streams_table(now)} if now.get("streams") else {}
     panels = roles | {
@@ -142,7 +142,7 @@ def _progress_panel(now: Snapshot) -> RenderableType:
 
 
 def _labelled_values(facts: dict[str, str]) -> RenderableType:
-    """Side by side, as many as fit; unknown values are left out."""
+    """Renders values side by side, as many as fit in a line. Unknown values are left out."""
     texts = [
         Text.assemble((f"{key} ", "dim"), value) for key, value in facts.items() if value != "-"
     ]
@@ -150,7 +150,7 @@ def _labelled_values(facts: dict[str, str]) -> RenderableType:
 
 
 def _roles_panel(now: Snapshot) -> RenderableType:
-    """A line for each role, and one for the buffer of rollouts."""
+    """Renders a line for each role, and one for the rollout buffer."""
     rollouts = now.get("rollouts")
     lines: list[RenderableType] = []
     for name, role in now["roles"].items():
@@ -173,7 +173,7 @@ def _roles_panel(now: Snapshot) -> RenderableType:
 
 
 def _streams_table(now: Snapshot) -> RenderableType:
-    """The sources of the job's streams, those with the largest shares first."""
+    """Renders the sources of the job's streams, those with the largest shares first."""
     ordered = sorted(now["streams"].items(), key=lambda source: -source[1]["share"])
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("source", overflow="ellipsis", no_wrap=True)
@@ -210,7 +210,7 @@ def _training_panel(now: Snapshot) -> RenderableType:
 
 
 def _world_size_rows(now: Snapshot) -> Iterator[RenderableType]:
-    """World size over time, with marks for faults below."""
+    """Yields the world size over time as a bar chart, and a line with marks for faults."""
     began, until = now["began_s"], max(now["at_s"], now["began_s"] + 1e-9)
 
     def column(at_s: float) -> int:
@@ -274,10 +274,10 @@ _RECOVERED = {"repair": "repaired", "resize": "resized", "reattach": "re-attache
 
 
 def _events_table(now: Snapshot) -> RenderableType:
-    of_roles = (role.get("seen_faults", ()) for role in now.get("roles", {}).values())
+    role_faults = (role.get("seen_faults", ()) for role in now.get("roles", {}).values())
     rows = [
         (fault["at_s"], Text(printable_text(fault["cause"]), "red"), printable_text(fault["text"]))
-        for fault in chain(now["faults"], *of_roles)
+        for fault in chain(now["faults"], *role_faults)
     ]
     for event in now["recoveries"]:
         kind = _RECOVERED.get(event["kind"], event["kind"])

@@ -1,6 +1,7 @@
-"""Follows a job: the sources of its snapshots, and their displays.
+"""Follows a job: reads its snapshots from a source, and displays them.
 
-A source is the job's HTTP endpoint, its process, or the output of `rayzero top --json` elsewhere.
+A source is the job's HTTP endpoint, its process, or the output of `rayzero top --json` in the
+job's cluster.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from rayzero.orchestrator.top.format import format_duration, printable_text
 SnapshotSource = Callable[[], Snapshot]
 
 SUPPORTED_FORMAT = 2
-"""Of /snapshot.json."""
+"""The format of /snapshot.json that this module can show."""
 SNAPSHOT_FILE = "snapshot.json"
-"""Name of a job's file in its folder."""
+"""Name of the file with the snapshot in a job's folder."""
 _HTTP_TIMEOUT_S = 5.0
 _MAX_RESPONSE_BYTES = 64 << 20
 
@@ -40,7 +41,7 @@ LOST_CONTACT_S = 60.0
 """Without a live board, `follow_job` fails after this time without a response."""
 
 ShowSnapshot = Callable[[Snapshot, str | None], None]
-"""Shows a snapshot; with a text, why there is no newer one."""
+"""Shows a snapshot, and, if it is out of date, a text that says why."""
 
 
 def follow_job(
@@ -52,9 +53,9 @@ def follow_job(
     wait: Callable[[float], None] = sleep,
     first: RenderableType = "",
 ) -> None:
-    """Shows the job's current snapshot; unless `once`, until the job ends, or until Ctrl-C. `first`
-    is shown on a live board until the first response. Raises SnapshotUnavailableError without one,
-    or, if there is no live board, after a minute without one."""
+    """Shows the job's current snapshot; unless `once`, until the job ends, or until Ctrl-C. A live
+    board shows `first` until the first response. Raises SnapshotUnavailableError if the first
+    request fails; without a live board, also after a minute without a response."""
     out = out or sys.stdout
     is_live = out.isatty() and not as_json
     with open_display(as_json, once, out, first) as show:
@@ -78,7 +79,7 @@ def open_display(
     as_json: bool, once: bool, out: TextIO | None = None, first: RenderableType = ""
 ) -> Iterator[ShowSnapshot]:
     """Yields a function that shows a snapshot: as JSON, on a board, or as a text line. A live board
-    begins with `first`, of which nothing is left if there is no snapshot."""
+    begins with `first`, which is erased at the end if there was no snapshot."""
     out = out or sys.stdout
     if as_json or not out.isatty():
         to_line = json.dumps if as_json else snapshot_line
@@ -98,8 +99,8 @@ def open_display(
 
 
 def connecting_board(name: str, where: str, folder: Path) -> RenderableType:
-    """The board of a job before its first response: the snapshot that it left in its folder, if
-    that is on this machine."""
+    """Returns the board of a job before its first response. It has the last snapshot in the job's
+    folder, if the folder is on this machine."""
     text = Text.assemble((printable_text(name), "bold"), f"  connecting to {printable_text(where)}")
     path = folder / SNAPSHOT_FILE
     with suppress(OSError, ConfigError, ValueError, LookupError, TypeError, AttributeError):
@@ -112,8 +113,8 @@ def connecting_board(name: str, where: str, folder: Path) -> RenderableType:
 
 
 def parse_snapshot(line: str, where: str) -> Snapshot | None:
-    """The snapshot in a line of output; None for other lines, such as errors and Ray's log lines.
-    Raises ConfigError for a snapshot of an unsupported format."""
+    """Returns the snapshot in a line of output; None for other lines, such as errors and Ray's log
+    lines. Raises ConfigError for a snapshot of an unsupported format."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -127,8 +128,8 @@ class SnapshotUnavailableError(EngineError):
 
 
 def endpoint_source(url: str) -> SnapshotSource:
-    """Snapshots from the endpoint of a job, given the URL of its page or of a path below it. Raises
-    ConfigError if it is not an HTTP URL."""
+    """Returns a source of snapshots from a job's endpoint. `url` is the URL of its page, or of a
+    path below. Raises ConfigError if it is not an HTTP URL."""
     try:
         parts = urlsplit(url)
         is_valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -160,8 +161,8 @@ def endpoint_source(url: str) -> SnapshotSource:
 
 
 def check_snapshot(value: Any, where: str) -> Snapshot:
-    """The value itself. Raises ConfigError if it is not a snapshot, has another format, or values
-    that cannot be shown."""
+    """Returns the value itself. Raises ConfigError if it is not a snapshot, has another format, or
+    has values that cannot be shown."""
     if not isinstance(value, dict) or "format" not in value:
         raise _not_a_snapshot(where)
     if value["format"] != SUPPORTED_FORMAT:

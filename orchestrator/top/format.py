@@ -11,12 +11,12 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def printable_text(text: object) -> str:
-    """The text in one line, without control characters."""
+    """Returns the text in one line, without control characters."""
     return "".join(char if char.isprintable() else " " for char in str(text))
 
 
 def format_duration(seconds: float | None) -> str:
-    """`1 h 5 min`, in its two largest units; `-` if unknown."""
+    """Returns a duration in its two largest units, such as `1 h 5 min`; `-` if it is unknown."""
     if seconds is None:
         return "-"
     if seconds < 0.9995:
@@ -32,12 +32,12 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_time(unix_s: float) -> str:
-    """`2026-11-22 14:30:05 UTC`, in this machine's time zone."""
+    """Returns a time in this machine's time zone, such as `2026-11-22 14:30:05 UTC`."""
     return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(unix_s))
 
 
 def format_size(nbytes: float | None) -> str:
-    """`1.8 GiB`"""
+    """Returns a size such as `1.8 GiB`; `-` if it is unknown."""
     if nbytes is None:
         return "-"
     power = 0
@@ -52,7 +52,8 @@ def cut_text(text: str, width: int) -> str:
 
 
 def table_lines(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> Iterator[str]:
-    """Aligned columns: numbers to the right, those in `left` and the last one to the left."""
+    """Yields rows with aligned columns. Columns are right-aligned, except the last one and those in
+    `left`."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     left = {*left, len(widths) - 1}
     for row in rows:
@@ -64,7 +65,7 @@ def table_lines(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> It
 
 
 def count_of(number: int, noun: str) -> str:
-    """`1 fault`, `1,200 faults`"""
+    """Returns a number with its noun, such as `1 fault` or `1,200 faults`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
@@ -73,7 +74,8 @@ def format_number(value: float | None, form: str = ".4g") -> str:
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """A curve as block characters: each is the mean of its values, blank if unknown."""
+    """Returns a curve as block characters. Each is the mean of the values in its column; blank if
+    none is known."""
     columns = min(width, len(values))
     edges = [len(values) * index // columns for index in range(columns + 1)] if columns else []
     largest = max((abs(value) for value in values if value is not None), default=0.0) or 1.0
@@ -84,11 +86,14 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
         return ""
     low, span = min(numbers), (max(numbers) - min(numbers)) or 1.0
     top = len(BLOCKS) - 1
-    return "".join(" " if v is None else BLOCKS[round((v - low) / span * top)] for v in cells)
+    return "".join(
+        " " if cell is None else BLOCKS[round((cell - low) / span * top)] for cell in cells
+    )
 
 
 def split_width(values: Sequence[float], width: int) -> list[int]:
-    """Columns for each value, in proportion; they add up to `width` unless all values are 0."""
+    """Returns how many columns each value gets, in proportion. They add up to `width` unless all
+    values are 0."""
     total = sum(values)
     if total <= 0:
         return [0] * len(values)
@@ -106,8 +111,9 @@ def _mean_known(values: Sequence[float | None]) -> float | None:
 
 
 def plain_class(name: str) -> str:
-    """A readable name of a memory class of `engine.accounting`; metrics and files keep its own."""
-    prefix = next((it for it in ("host_", "disk_") if name.startswith(it)), "")
+    """Returns a readable name of a memory class of `engine.accounting`. Metrics and files keep the
+    class's own name."""
+    prefix = next((place for place in ("host_", "disk_") if name.startswith(place)), "")
     words = {"slots": "gather buffers", "grad_slots": "gradient buffers"}
     own = name.removeprefix(prefix)
     return f"{prefix}{words.get(own, own)}".replace("_", " ")

@@ -343,3 +343,26 @@ def test_nothing_is_copied_without_the_lease(job_plan: JobPlan, tmp_path: Path) 
     recording.close()
     assert time.monotonic() - began_s < 30, "not waited for"
     assert not (tmp_path / "store/job/summary.json").exists()
+
+
+def test_store_that_hangs_is_not_waited_for_without_the_lease(job_plan: JobPlan) -> None:
+    lost, hangs, released = threading.Event(), threading.Event(), threading.Event()
+
+    def fence() -> None:
+        if lost.is_set():
+            hangs.set()
+            released.wait(120)
+            raise LeaseLostError("another process has it")
+
+    recording = Recording(job_plan, fence)
+    store_log = recording.recorder.store_writer._queues[0]
+    lost.set()
+    store_log.put(None)
+    store_log.flush(0.0)
+    assert hangs.wait(60)
+    recording.recorder.stop_journal()
+    began_s = time.monotonic()
+    recording.recorder.close_store(40)
+    assert time.monotonic() - began_s < 30
+    released.set()
+    recording.writer.close(60)
