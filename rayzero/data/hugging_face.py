@@ -35,8 +35,7 @@ def from_hf(
 
     Rows come as they are stored, as Arrow. A transform of the dataset itself is refused: give it to
     `rayzero.data.stream`. Nothing says how many rows a shard has, so each is read once to count
-    them, unless `counts` has the rows of each shard: `source.counts` of an earlier call, if no
-    shard was empty. A shard that is shuffled by a buffer, endless, or of more than 2**20 rows is
+    them, unless `counts` has the rows of each shard: `source.shard_counts` of an earlier call. A shard that is shuffled by a buffer, endless, or of more than 2**20 rows is
     refused.
 
     Raises ConfigError for a dataset that cannot be read exactly; DataError if there are no rows.
@@ -94,7 +93,12 @@ class HfRows:
 
 
 class HfShards:
-    """The shards of an iterable dataset, each read from its beginning."""
+    """The shards of an iterable dataset, each read from its beginning.
+
+    Attributes:
+        counts: the rows of each block. An empty shard is no block.
+        shard_counts: the rows of each shard.
+    """
 
     def __init__(self, dataset: Any, counts: Sequence[int] | None) -> None:
         self.name = dataset.info.dataset_name or "hf"
@@ -110,9 +114,9 @@ class HfShards:
         if counts is not None and len(counts) != number:
             raise ConfigError(f"{len(counts)} counts are given", f"{number}, the shards", "counts")
         found = [self._count(shard) for shard in range(number)] if counts is None else counts
-        everything = np.array(found, dtype=np.int64)
-        self._shards = np.flatnonzero(everything)
-        self.counts = everything[self._shards]
+        self.shard_counts = np.array(found, dtype=np.int64)
+        self._shards = np.flatnonzero(self.shard_counts)
+        self.counts = self.shard_counts[self._shards]
         if not len(self.counts):
             raise DataError("the dataset has no rows", "one row or more", "choose another split")
 

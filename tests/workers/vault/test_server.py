@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from rayzero.engine.errors import DataError
-from rayzero.workers.vault import peers
+from rayzero.workers.vault import peers, process_end
 from rayzero.workers.vault.client import VaultClient
 from rayzero.workers.vault.peers import Peer
 from rayzero.workers.vault.records import ConnectionLost, Restore, SlotRef, VaultGoneError
@@ -77,8 +77,13 @@ def test_killed_worker_is_reported_immediately_and_once(cluster: VaultCluster):
     ],
 )
 def test_loss_says_how_the_process_ended(
-    cluster: VaultCluster, how: str, status: str, stack: str | None
+    cluster: VaultCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    status: str,
+    stack: str | None,
 ):
+    monkeypatch.setattr(process_end, "_EXIT_WAIT_MS", 10_000)  # sockets close before the exit
     vault = cluster.vault()
     with worker_process("end_on_request", vault.address()) as worker:
         worker.kill() if how == "kill" else print(how, file=worker.stdin, flush=True)
