@@ -35,8 +35,8 @@ def from_hf(
 
     Rows come as they are stored, as Arrow. A transform of the dataset itself is refused: give it to
     `rayzero.data.stream`. Nothing says how many rows a shard has, so each is read once to count
-    them, unless `counts` has the rows of each shard: `source.shard_counts` of an earlier call. A shard that is shuffled by a buffer, endless, or of more than 2**20 rows is
-    refused.
+    them, unless `counts` has the rows of each shard: `source.shard_counts` of an earlier call. A
+    shard that is shuffled by a buffer, endless, or of more than 2**20 rows is refused.
 
     Raises ConfigError for a dataset that cannot be read exactly; DataError if there are no rows.
     """
