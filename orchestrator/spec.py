@@ -64,7 +64,7 @@ class Workers(SpecSection):
         default=None,
         gt=0,
         description="CPUs that each worker reserves, and its number of compute threads; default: "
-        "1, but the threads of offload_optimizer beside GPUs are the node's CPUs / its GPUs",
+        "1. With a GPU each, offload_optimizer's threads are by default the node's CPUs / its GPUs",
     )
     gpus: float = Field(default=0, ge=0, le=1, description="GPUs of each worker: 0 or 1")
     spares: int = Field(

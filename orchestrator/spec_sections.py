@@ -169,7 +169,7 @@ class HealthSpec(SpecSection):
         gt=0,
         lt=1,
         description="a node fails if it computes or copies slower than this fraction of the median "
-        "of the job's nodes, if there are three or more; half of it for bandwidth between nodes",
+        "of the job's nodes, or sends slower than half this fraction; needs three nodes or more",
     )
     limit_s: float = Field(
         default=10, gt=0, le=3600, description="seconds that the checks of a node may take"

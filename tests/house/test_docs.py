@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from rayzero.engine import accounting
 from rayzero.engine.config.keys import REFUSED
@@ -87,12 +88,17 @@ def settings_table(section: type[BaseModel], prefix: str) -> str:
         (
             (
                 f"`{prefix}.{key}`",
-                f"`{'none' if field.default is None else field.default}`",
+                f"`{_shown_default(field)}`",
                 field.description,
             )
             for key, field in section.model_fields.items()
         ),
     )
+
+
+def _shown_default(field: FieldInfo) -> str:
+    default = field.get_default(call_default_factory=True)
+    return "none" if default is None else str(default)
 
 
 def key_rows() -> Iterator[tuple[str, ...]]:

@@ -440,5 +440,5 @@ def test_ranks_that_step_different_engines_change_nothing() -> None:
     alike = [StepRequests(engine=2).to_scalars() for _ in range(3)]
     assert StepRequests.from_sums([sum(it) for it in zip(*alike, strict=True)], 3).engine == 2
     apart = [StepRequests(engine=it).to_scalars() for it in (1, 3, 2)]  # their mean is 2, too
-    with pytest.raises(EngineError, match="different engines at one time"):
+    with pytest.raises(EngineError, match="different engines at once"):
         StepRequests.from_sums([sum(it) for it in zip(*apart, strict=True)], 3)

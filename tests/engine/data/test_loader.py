@@ -202,6 +202,8 @@ def test_epoch_without_a_step_is_an_error() -> None:
 class RecordingSession:
     """The part of a session that a loader uses."""
 
+    epochs = None
+
     def __init__(self) -> None:
         self.samples: list[list[int]] = []
 

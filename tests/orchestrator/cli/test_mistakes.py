@@ -202,7 +202,10 @@ CALLS: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
     ),
     (lambda: _initialize(model=nn.Linear), ("got a class", "'in_features'", "model=Linear(...)")),
     (lambda: _initialize(model_parameters=nn.Linear(4, 1)), ("got Linear", "model.parameters()")),
-    (lambda: _initialize(lr_scheduler=3), ("(lr_scheduler=...) got int", "a scheduler over the")),
+    (
+        lambda: _initialize(lr_scheduler=3),
+        ("(lr_scheduler=...) got int", "a scheduler of the optimizer"),
+    ),
     (lambda: _initialize(config=[1]), ("a list was given", "a dict, or the path")),
     (lambda: _initialize(training_data=Broken()), ("len() of the training data", "no index file")),
     (lambda: _loop(lambda engine, batch: None, Unreadable()), ("cannot be used", "'nope'")),
