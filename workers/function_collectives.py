@@ -80,7 +80,7 @@ class FunctionCollectives(CallHost):
 
         Args:
             registry: makes the results of the calls between them part of the training state.
-            is_resumed: whether the job had finished steps when the function was called.
+            is_resumed: returns whether the function began with finished steps, as on all ranks.
         """
         self._is_resumed = is_resumed
         self._epochs = EpochReplay(registry, self._phase)
