@@ -97,6 +97,10 @@ class ScriptEpochs:
     def end_epoch(self) -> None:
         """Called where that iteration ends."""
 
+    def notes(self) -> bytes:
+        """Returns what new members need to know of the newest epoch, beyond the training state."""
+        return b""
+
 
 class HostSession:
     """A host's services to the engine. The methods of this class do what is right without a host.

@@ -10,7 +10,7 @@ that with all ranks, as Accelerate does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -29,6 +29,10 @@ log = logging.getLogger("rayzero.workers")
 MAX_BYTES = 4 << 20
 """All results together: they are part of the training state, which is copied at each step."""
 
+NOTES_PREFIX = b"epoch calls:"
+"""The beginning of an `EpochReplay`'s notes: Trainer's adapter has others."""
+_MAX_NOTES_BYTES = 64 << 10
+"""They pass through the job's process."""
 _TOO_LARGE = (
     "the collectives that the script calls between its epochs return more than %d MiB: not all are"
     " kept, and a new worker may get other results after finished epochs"
@@ -108,30 +112,52 @@ class EpochCalls:
     def encode(self) -> Tensor:
         """Returns the calls as bytes, for `load`."""
         if self._encoded is None:
-            tensors = {
-                f"{point}/{index}/{call.name}/{number}": tensor
-                for point, calls in self._calls.items()
-                for index, call in enumerate(calls)
-                for number, tensor in enumerate(call.tensors or [torch.empty(0)])
-            }
-            self._encoded = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
+            encoded = bytearray(_encode(self._calls))
+            self._encoded = torch.frombuffer(encoded, dtype=torch.uint8)
         return self._encoded
 
+    def encode_points(self, points: Iterable[int]) -> bytes:
+        """Returns the calls at some points as bytes, for `load_bytes`; empty if there are none."""
+        calls = {point: self._calls[point] for point in points if self._calls.get(point)}
+        return _encode(calls) if calls else b""
+
     def load(self, encoded: Tensor) -> None:
-        """Takes the calls that another process has encoded."""
+        """Takes the calls that another process has encoded, at points that are not known yet."""
+        self.load_bytes(encoded.numpy().tobytes())
+
+    def load_bytes(self, encoded: bytes) -> None:
+        known = set(self._calls)
         results: dict[tuple[int, int, str], dict[int, Tensor]] = {}
-        for key, tensor in load(encoded.numpy().tobytes()).items():
+        for key, tensor in load(encoded).items():
             point, index, name, number = key.split("/")
             results.setdefault((int(point), int(index), name), {})[int(number)] = tensor
         for (called_at, _, name), outputs in sorted(results.items()):
+            if called_at in known:
+                continue
             ordered = [outputs[number] for number in sorted(outputs)]
             tensors = [] if ordered[0].shape == (0,) else ordered
             self._append(called_at, EpochCall(name, tensors))
 
 
+def _encode(calls: dict[int, list[EpochCall]]) -> bytes:
+    tensors = {
+        f"{point}/{index}/{call.name}/{number}": tensor
+        for point, calls_at in calls.items()
+        for index, call in enumerate(calls_at)
+        for number, tensor in enumerate(call.tensors or [torch.empty(0)])
+    }
+    return save(tensors)
+
+
 class EpochReplay(ScriptEpochs):
     """Keeps what a script calls between its epochs, and repeats it in a new process. Used by the
     training thread.
+
+    Args:
+        registry: makes the results part of the training state.
+        phase: returns the script's phase.
+        read_notes: returns the `notes` of a rank whose script had gone on after the state's step;
+            empty if there are none.
 
     Attributes:
         is_open: whether the script is after an epoch, or before the first step of one.
@@ -139,13 +165,19 @@ class EpochReplay(ScriptEpochs):
         is_agreeing: whether the ranks are agreeing on that.
     """
 
-    def __init__(self, registry: StateRegistry, phase: Callable[[], ScriptPhase]) -> None:
+    def __init__(
+        self,
+        registry: StateRegistry,
+        phase: Callable[[], ScriptPhase],
+        read_notes: Callable[[], bytes] = bytes,
+    ) -> None:
         self.is_open = self.is_known = self.is_agreeing = False
         self._registry = registry
         self._phase = phase
+        self._read_notes = read_notes
         self._calls = EpochCalls()
         self._begun = 0
-        self._point = 0
+        self._point = self._ended_point = 0
         self._repeated = 0
 
     def begin_epoch(self) -> None:
@@ -156,7 +188,14 @@ class EpochReplay(ScriptEpochs):
         self._open(2 * self._begun)
 
     def end_epoch(self) -> None:
-        self._open(2 * self._begun + 1)
+        self._ended_point = 2 * self._begun + 1
+        self._open(self._ended_point)
+
+    def notes(self) -> bytes:
+        """Returns what the script has called since its newest epoch ended: a state from the epoch's
+        end does not contain it."""
+        calls = self._calls.encode_points((self._ended_point, 2 * self._begun))
+        return NOTES_PREFIX + calls if 0 < len(calls) <= _MAX_NOTES_BYTES else b""
 
     def begin_step(self) -> None:
         """Called where a training step begins: the calls that follow are not kept."""
@@ -165,6 +204,9 @@ class EpochReplay(ScriptEpochs):
     def _open(self, point: int) -> None:
         self.is_open = self.is_known = False
         self._point, self._repeated = point, 0
+        notes = self._read_notes() if self._phase() is not ScriptPhase.TRAINING else b""
+        if notes.startswith(NOTES_PREFIX):
+            self._calls.load_bytes(notes.removeprefix(NOTES_PREFIX))
         is_known = point in self._calls
         if self._phase() is ScriptPhase.RESUMING:
             # Ranks may know different points: one that was new at this point had no peers there.

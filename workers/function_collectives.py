@@ -75,15 +75,20 @@ class FunctionCollectives(CallHost):
         self._epochs = EpochReplay(StateRegistry(), self._phase)
         self._is_resumed: Callable[[], bool] = lambda: False
 
-    def follow_epochs(self, registry: StateRegistry, is_resumed: Callable[[], bool]) -> EpochReplay:
+    def follow_epochs(
+        self,
+        registry: StateRegistry,
+        is_resumed: Callable[[], bool],
+        read_notes: Callable[[], bytes],
+    ) -> EpochReplay:
         """Returns what is to be told where a script's epochs begin and end.
 
         Args:
-            registry: makes the results of the calls between them part of the training state.
             is_resumed: returns whether the function began with finished steps, as on all ranks.
+            registry, read_notes: as in `EpochReplay`.
         """
         self._is_resumed = is_resumed
-        self._epochs = EpochReplay(registry, self._phase)
+        self._epochs = EpochReplay(registry, self._phase, read_notes)
         return self._epochs
 
     def _phase(self) -> ScriptPhase:

@@ -15,6 +15,7 @@ from rayzero.workers.ledger_writer import LedgerWriter
 from rayzero.workers.membership import Membership, ScriptLoop, SessionHost
 from rayzero.workers.messages import (
     Assignment,
+    Notes,
     Restored,
     WentBack,
     WorkerMessage,
@@ -120,9 +121,13 @@ class GenerationSession(HostSession):
         if self._channel.ending or not continues or (has_batch and step is None):
             self._leave_for_good()
         self._mirror.close()
-        self._enter(
-            self._host.await_next(drained=drained, keeps_rank=self.loop.keeps_rank or has_batch)
+        notes = self.loop.epochs.notes()
+        following = self._host.await_next(
+            drained=drained,
+            keeps_rank=self.loop.keeps_rank or has_batch,
+            notes=Notes(self.reporter.last_step, notes) if notes else None,
         )
+        self._enter(following)
         if has_batch and step != self.restored_step:
             self._channel.interrupt.fail(f"a batch was made after step {step}, which is lost")
             self._leave_for_good()

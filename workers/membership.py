@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from rayzero.engine.session import ScriptEpochs
 from rayzero.workers.chaos.inject import WorkerFaultInjector
-from rayzero.workers.messages import Assignment
+from rayzero.workers.messages import Assignment, Notes
 from rayzero.workers.training_thread import GenerationChannel
 
 
@@ -69,7 +69,11 @@ class SessionHost(Protocol):
         """Waits until the generation begins ahead of which the function was called; returns this
         rank's part in it. Called by the training thread."""
 
-    def await_next(self, *, drained: bool, keeps_rank: bool) -> Membership:
-        """Leaves the generation, and returns this rank's part in the next one. `keeps_rank`: the
-        function continues only with the same rank and number of ranks. Called by the training
-        thread."""
+    def await_next(self, *, drained: bool, keeps_rank: bool, notes: Notes | None) -> Membership:
+        """Leaves the generation, and returns this rank's part in the next one. Called by the
+        training thread.
+
+        Args:
+            keeps_rank: the function continues only with the same rank and number of ranks.
+            notes: for new members.
+        """

@@ -323,8 +323,8 @@ class InProcessStateInfo:
 
 @dataclass(frozen=True)
 class Notes:
-    """The notes of a function that does not continue, for the function called in its place.
-    `content`, pickled, holds after `step` finished steps."""
+    """What a function has done after `step` finished steps, for the functions that are called in
+    the next generation: `EpochReplay.notes`, or what Trainer's adapter has pickled."""
 
     step: int
     content: bytes = field(repr=False)
@@ -339,7 +339,7 @@ class Stopped(RankMessage):
         stays: the training function waits in its loop for the next generation.
         keeps_rank: it continues only with the same rank and number of ranks; else it is called
             again.
-        notes: those of a function that does not continue.
+        notes: for functions that are called in the next generation.
     """
 
     memory: InProcessStateInfo | None = None

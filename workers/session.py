@@ -55,7 +55,9 @@ class JobSession(GenerationSession):
         self._merger = MetricsMerger()
         self._sampled: str | None = None  # the engine whose loader's samples the ledger lists
         super().__init__(spec, membership, retained, host)
-        self.loop.epochs = collectives.follow_epochs(self.registry, lambda: self.restored_step > 0)
+        self.loop.epochs = collectives.follow_epochs(
+            self.registry, lambda: self.restored_step > 0, lambda: self.assignment.notes
+        )
         self.epochs = self.loop.epochs if spec.entrypoint == SCRIPT_ENTRYPOINT else None
 
     def adapt_config(self, config: ConfigSource | None) -> ConfigSource | None:

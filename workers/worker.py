@@ -191,10 +191,12 @@ class WorkerProcess(UserProcess, WorkerCalls):
             channel.interrupt.fail(reason)
         self._begin_abort(channel)
 
-    def await_next(self, *, drained: bool, keeps_rank: bool) -> Membership:
+    def await_next(self, *, drained: bool, keeps_rank: bool, notes: Notes | None) -> Membership:
         """See `SessionHost`."""
         self._error_polling.close()
+        self._notes = notes
         following = self._training_thread.park(drained=drained, keeps_rank=keeps_rank)
+        self._notes = None
         return self._enter(*following, continues=True)
 
     def await_begin(self) -> Membership:

@@ -41,6 +41,7 @@ from rayzero.huggingface.trainer_state import (
     state_attributes,
 )
 from rayzero.huggingface.trainer_steps import TrainerSteps, can_follow
+from rayzero.workers.epoch_calls import NOTES_PREFIX
 from rayzero.workers.launch.adapters import Original, wrap
 from rayzero.workers.session import JobSession
 
@@ -327,8 +328,10 @@ def _find_state(session: JobSession) -> dict[str, Any] | None:
     assignment = session.assignment
     if assignment.survivors_stay:
         return None
-    found: dict[str, Any] | None = pickle.loads(assignment.notes) if assignment.notes else None
-    if found is None:
+    found: dict[str, Any] | None = None
+    if assignment.notes and not assignment.notes.startswith(NOTES_PREFIX):
+        found = pickle.loads(assignment.notes)
+    else:
         with session.open_source() as source:
             if source is not None:
                 found = read_value(source, assignment.rank, NAME)

@@ -37,12 +37,14 @@ class Registry:
 class Rank:
     """A script's process. `made`: the calls that its group has completed."""
 
-    def __init__(self, restored: Any = None, *, is_new: bool = False) -> None:
+    def __init__(self, restored: Any = None, *, is_new: bool = False, notes: bytes = b"") -> None:
         self.registry: Any = Registry(restored)
         self.made: list[str] = []
         read = (lambda: None) if is_new else None
         self.host = FunctionCollectives(0, lambda: True, read)
-        self.epochs = self.host.follow_epochs(self.registry, lambda: restored is not None)
+        self.epochs = self.host.follow_epochs(
+            self.registry, lambda: restored is not None, lambda: notes
+        )
 
     def call(self, name: str, value: float, *, shape: tuple[int, ...] = ()) -> float:
         """As `ElasticGroup` does: returns what the script gets."""
@@ -122,6 +124,35 @@ def test_call_unlike_the_first_is_made_again(first: list[str], kept: float) -> N
     again = Rank(resumed.capture(), is_new=True)
     again.epoch()
     assert again.call("allreduce", 7) == kept
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_notes_have_what_was_called_after_the_epoch_at_whose_end_the_state_is(
+    is_new: bool,
+) -> None:
+    rank = Rank()
+    for epoch in (1, 2, 3):
+        rank.epoch()
+        state = rank.capture()  # before what follows the epoch
+        rank.call("allreduce", epoch)
+    rank.epochs.begin_epoch()
+    rank.call("broadcast", 10)
+    rank.epochs.begin_step()
+    notes = rank.epochs.notes()
+    assert len(notes) < 300
+    again = Rank(state, is_new=is_new, notes=notes)
+    for epoch in (1, 2, 3):
+        again.epoch()
+        assert again.call("allreduce", 7) == epoch
+    again.epochs.begin_epoch()
+    assert again.call("broadcast", 7) == 10
+    rank.epoch()
+    assert rank.epochs.notes() == b"", "nothing yet"
+    without = Rank(state, is_new=is_new, notes=b"of Trainer's adapter")
+    for _ in range(3):
+        without.epoch()
+        value = without.call("allreduce", 7)
+    assert value == (-1 if is_new else 7)
 
 
 def test_ranks_repeat_a_call_only_if_all_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
