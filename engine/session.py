@@ -91,6 +91,11 @@ class ScriptEpochs:
     """A host's services to the loaders of a script. Where a script is run again, it begins with the
     first epoch."""
 
+    @property
+    def peers_are_ahead(self) -> bool:
+        """Whether other ranks are in the script's loop, where this one will come."""
+        return False
+
     def begin_epoch(self) -> None:
         """Called where an iteration begins over a loader that the script trains on."""
 

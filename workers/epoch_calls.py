@@ -180,6 +180,10 @@ class EpochReplay(ScriptEpochs):
         self._point = self._ended_point = 0
         self._repeated = 0
 
+    @property
+    def peers_are_ahead(self) -> bool:
+        return self._phase() is ScriptPhase.JOINING
+
     def begin_epoch(self) -> None:
         if _STATE not in self._registry:
             self._registry.register(_STATE, self._calls.encode, self._calls.load)

@@ -97,7 +97,10 @@ class StepLoader:
             return self._iterate(None)
         end = self._script_cursor = self._script_epoch_end()
         left = end - self._micro_batches.next_place()[0]
-        self.progress.script_lag = -left if left <= 0 else None
+        if left <= 0:
+            self.progress.leave_epoch_out(-left, peers_are_ahead=self._epochs.peers_are_ahead)
+        else:
+            self.progress.script_lag = None
         steps = max(0, left) // self.progress.global_batch
         return self._iterate_script_epoch(self._epochs, steps)
 

@@ -226,6 +226,18 @@ class TrainingProgress:
     # Sets the random states of the restored step, until a step is finished.
     restore_rng: Callable[[], None] | None = None
 
+    def leave_epoch_out(self, ahead: int, *, peers_are_ahead: bool) -> None:
+        """Called where a script that was run again is at the end of a finished epoch.
+
+        Args:
+            ahead: how far the state is ahead, in samples, steps or epochs.
+            peers_are_ahead: other ranks are in the script's loop, and have done what follows the
+                epoch.
+        """
+        if not ahead:
+            self.reach_place()
+        self.script_lag = ahead or int(peers_are_ahead)
+
     def reach_place(self) -> None:
         """Called when the loop has come to where the state is: restores the random states of the
         step. A script that was run again may have drawn random numbers on its way there, such as in

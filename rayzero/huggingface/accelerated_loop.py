@@ -91,14 +91,15 @@ class Place:
         steps = self._steps(len(self._loader) - skipped)
         done = min(self.missed_steps, steps)
         self.missed_steps -= done
-        engine.progress.script_lag = self.missed_steps if done == steps else None
-        session.loop.epochs.begin_epoch()
+        epochs = session.loop.epochs
+        epochs.begin_epoch()
         if done == steps:
             leave_out(loader)  # a sampler's generator advances from epoch to epoch
-            if not self.missed_steps:
-                engine.progress.reach_place()
-            session.loop.epochs.end_epoch()
+            ahead = self.missed_steps
+            engine.progress.leave_epoch_out(ahead, peers_are_ahead=epochs.peers_are_ahead)
+            epochs.end_epoch()
             return
+        engine.progress.script_lag = None
         order = _agree_on_order(loader) if session.loop.yields_again else None
         loop = FollowedLoop(session, engine, self.schedules)
         first_step, skipped_steps = loop.step - done, skipped // self._step_batches
@@ -115,7 +116,7 @@ class Place:
                 if loop.follow():
                     break
             else:
-                session.loop.epochs.end_epoch()
+                epochs.end_epoch()
                 return
             done = loop.step - first_step
             if done < 0:
@@ -151,7 +152,8 @@ class Place:
                 yield batch
         if missed and read <= missed:
             self.missed_steps -= min(self.missed_steps, self._steps(read))
-            engine.progress.script_lag = self.missed_steps
+            ahead, peers_are_ahead = self.missed_steps, session.loop.epochs.peers_are_ahead
+            engine.progress.leave_epoch_out(ahead, peers_are_ahead=peers_are_ahead)
         session.loop.epochs.end_epoch()
 
     def _mark_batch(self, *, ends_step: bool) -> None:

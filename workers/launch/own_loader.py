@@ -99,7 +99,7 @@ class OwnLoaders:
         epoch, batches, rng = self._found.get("places", {}).get(number, (0, 0, None))
         if reading.epochs < epoch:
             leave_out_epoch(loader, reading.epochs)
-            engine.progress.script_lag = epoch - reading.epochs
+            engine.progress.leave_epoch_out(epoch - reading.epochs, peers_are_ahead=False)
             self._session.loop.epochs.end_epoch()
             return iter(())
         engine.progress.script_lag = None
@@ -114,8 +114,9 @@ class OwnLoaders:
         engine.progress.reach_place()
         first = next(rest, _END)
         if first is _END:  # what follows the epoch is due only if nobody has done it
-            engine.progress.script_lag = int(self._session.assignment.survivors_stay)
-            self._session.loop.epochs.end_epoch()
+            epochs = self._session.loop.epochs
+            engine.progress.leave_epoch_out(0, peers_are_ahead=epochs.peers_are_ahead)
+            epochs.end_epoch()
             return iter(())
         reading.source = chain([first], rest)
         return reading
