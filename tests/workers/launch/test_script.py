@@ -83,18 +83,22 @@ def test_killed_script_with_a_loop_of_its_own_resumes_from_its_own_checkpoint(
     assert rates == [[step, pytest.approx(0.1 * 0.9 ** (step - 1))] for step, _ in steps]
 
 
-@pytest.mark.parametrize(("calls", "entries"), [("none", 3), ("evaluate", 4), ("barrier", 3)])
+@pytest.mark.parametrize(
+    ("calls", "step", "entries"),
+    [("none", 8, 3), ("evaluate", 8, 4), ("barrier", 8, 3), ("barrier", 6, 3)],
+)
 def test_new_worker_calls_nothing_alone_after_epochs_that_were_finished(
-    plain_runs: PlainRuns, tmp_path: Path, calls: str, entries: int
+    plain_runs: PlainRuns, tmp_path: Path, calls: str, step: int, entries: int
 ):
     """The survivor stays in its loop if the new worker, which begins with the first epoch, calls
-    nothing in vain there. The new worker, which is rank 0, leaves that epoch's files alone."""
+    nothing in vain there, also if the state is that of the epoch's end. The new worker, which is
+    rank 0, leaves that epoch's files alone."""
     args = ("--stage", "3", "--calls", calls)
     plain = plain_runs("own_loop.py", *args)
-    args = ("--out", str(tmp_path), *args, "--kill-at", "8")
+    args = ("--out", str(tmp_path), *args, "--kill-at", str(step))
     with closing(make_workers(tmp_path, "own_loop.py", *args, count=3)) as local:
         local.form(1, [0, 1])
-        local.wait_step(0, 1, 8)
+        local.wait_step(0, 1, step)
         assert local.wait_lost() == 1
         local.fence(1, [0])
         files = {file.name: file.read_bytes() for file in tmp_path.glob("*-0.pt")}
