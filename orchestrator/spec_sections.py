@@ -134,7 +134,7 @@ class MetricsSpec(SpecSection):
     )
     per_rank: bool = Field(
         default=True,
-        description="11 metrics with a series for each rank: 1 MB a scrape at 1,000 ranks",
+        description="11 metrics with a series for each rank: 1.2 MB a scrape at 1,000 ranks",
     )
     log_lines: int = Field(
         default=200,
