@@ -64,8 +64,7 @@ class ScriptPhase(Enum):
 
 
 class EpochCalls:
-    """The calls by point: a number for each place in the script where they are kept. Used by the
-    training thread."""
+    """Calls and their results by point, a place in the script. Used by the training thread."""
 
     def __init__(self) -> None:
         self._calls: dict[int, list[EpochCall]] = {}
@@ -95,7 +94,7 @@ class EpochCalls:
                 self._has_warned = True
                 log.warning(_TOO_LARGE, MAX_BYTES >> 20)
             return
-        tensors = [get_device(it.device).to_host(it.detach()).clone() for it in outputs]
+        tensors = [get_device(output.device).to_host(output.detach()).clone() for output in outputs]
         self._append(point, EpochCall(name, tensors))
 
     def drop(self, point: int) -> None:
@@ -152,6 +151,9 @@ def _encode(calls: dict[int, list[EpochCall]]) -> bytes:
 class EpochReplay(ScriptEpochs):
     """Keeps what a script calls between its epochs, and repeats it in a new process. Used by the
     training thread.
+
+    There are two points for the n-th epoch: 2 * n from its beginning to its first step, and
+    2 * n + 1 after it.
 
     Args:
         registry: makes the results part of the training state.
@@ -243,7 +245,8 @@ class EpochReplay(ScriptEpochs):
             self.forget()
             self.is_known = False
             return False
-        if [it.shape for it in call.tensors] != [it.shape for it in outputs]:
+        shapes = [tensor.shape for tensor in call.tensors]
+        if shapes != [output.shape for output in outputs]:
             return False
         for output, tensor in zip(outputs, call.tensors, strict=True):
             output.copy_(tensor)
