@@ -56,7 +56,7 @@ class EpochCall:
 
 
 class ScriptPhase(Enum):
-    """Where a script's process is, compared with the other ranks."""
+    """The position of a script's process relative to the other ranks."""
 
     RESUMING = "all ranks have begun the script in a job that has finished steps"
     JOINING = "its peers are in their loops, where it will come"
@@ -158,7 +158,7 @@ class EpochReplay(ScriptEpochs):
     Args:
         registry: makes the results part of the training state.
         phase: returns the script's phase.
-        read_notes: returns the `notes` of a rank whose script had gone on after the state's step;
+        read_notes: returns the `notes` of a rank whose script had continued after the state's step;
             empty if there are none.
 
     Attributes:
@@ -210,18 +210,23 @@ class EpochReplay(ScriptEpochs):
     def _open(self, point: int) -> None:
         self.is_open = self.is_known = False
         self._point, self._repeated = point, 0
-        notes = self._read_notes() if self._phase() is not ScriptPhase.TRAINING else b""
-        if notes.startswith(NOTES_PREFIX):
-            self._calls.load_bytes(notes.removeprefix(NOTES_PREFIX))
-        is_known = point in self._calls
-        if self._phase() is ScriptPhase.RESUMING:
+        phase = self._phase()
+        # A rank that trains calls with its peers, whatever it knows: they may not know it.
+        is_known = phase is not ScriptPhase.TRAINING and self._knows(point)
+        if phase is ScriptPhase.RESUMING:
             # Ranks may know different points: one that was new at this point had no peers there.
             self.is_agreeing = True
             is_known = all(all_gather_objects(is_known))
             self.is_agreeing = False
-        if not is_known and self._phase() is not ScriptPhase.JOINING:
+        if not is_known and phase is not ScriptPhase.JOINING:
             self._calls.begin(point)
         self.is_open, self.is_known = True, is_known
+
+    def _knows(self, point: int) -> bool:
+        notes = self._read_notes()
+        if notes.startswith(NOTES_PREFIX):
+            self._calls.load_bytes(notes.removeprefix(NOTES_PREFIX))
+        return point in self._calls
 
     @property
     def records(self) -> bool:

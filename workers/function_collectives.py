@@ -81,7 +81,7 @@ class FunctionCollectives(CallHost):
         is_resumed: Callable[[], bool],
         read_notes: Callable[[], bytes],
     ) -> EpochReplay:
-        """Returns what is to be told where a script's epochs begin and end.
+        """Returns the object to notify where a script's epochs begin and end.
 
         Args:
             is_resumed: returns whether the function began with finished steps, as on all ranks.

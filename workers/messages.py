@@ -323,7 +323,7 @@ class InProcessStateInfo:
 
 @dataclass(frozen=True)
 class Notes:
-    """What a function has done after `step` finished steps, for the functions that are called in
+    """Records what a function has done after `step` finished steps, for functions called in
     the next generation: `EpochReplay.notes`, or what Trainer's adapter has pickled."""
 
     step: int

@@ -174,6 +174,15 @@ def test_ranks_repeat_a_call_only_if_all_know_it(monkeypatch: pytest.MonkeyPatch
     assert again.call("allreduce", 8) == 7, "the newer one"
 
 
+def test_rank_that_trains_repeats_nothing() -> None:
+    """Its peers may not know the call."""
+    rank = Rank(trained(1).capture())
+    rank.host._is_resumed = lambda: False
+    rank.epoch()
+    assert rank.call("allreduce", 7) == 7
+    assert rank.made == ["allreduce"]
+
+
 def test_calls_without_peers_are_forgotten() -> None:
     rank = trained(1)
     rank.epoch()
