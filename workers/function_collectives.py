@@ -6,7 +6,8 @@ collectives before the first step without its peers. Each returns what the same 
 the function ran for the first time; those results are part of the training state. The same holds
 for the collectives that a launched script calls between its epochs (`epoch_calls`). Collectives
 that the new member calls in addition complete on this rank alone. So do the collectives that a
-survivor calls after its group broke.
+survivor calls after its group broke, except between the epochs of a script: there ranks decide by
+the results, such as a metric, so they call it all again.
 """
 
 from __future__ import annotations
@@ -193,6 +194,10 @@ class FunctionCollectives(CallHost):
             return
         tensors = [get_device(output.device).to_host(output.detach()).clone() for output in outputs]
         self._calls["results"].append((name, tensors))
+
+    def requires_peers(self, outputs: Sequence[Tensor]) -> bool:
+        # A barrier has no outputs. A new member's peers are in their loops.
+        return bool(outputs) and self._is_member and self._epochs.is_open
 
     def makes_group(self) -> None:
         self._has_groups = True

@@ -6,8 +6,8 @@ collectives on to the group of the present generation, as torchft's process grou
 
 Two kinds of calls complete on this rank alone (`local_completion`), instead of failing in the
 caller's code: calls in a broken group, and calls of a new rank before its first step, where its
-peers wait for it. The new rank's calls return what the same calls returned on the first ranks, as
-far as that is known.
+peers wait for it. `CallHost.requires_peers` makes exceptions. The new rank's calls return what the
+same calls returned on the first ranks, as far as that is known.
 
 The engine uses the generation's group directly (`process_group.connect_backend`).
 """
@@ -81,6 +81,11 @@ class CallHost:
 
     def record(self, name: str, outputs: Sequence[Tensor]) -> None:
         """Called when a collective that is to be recorded has completed with these outputs."""
+
+    def requires_peers(self, outputs: Sequence[Tensor]) -> bool:
+        """Returns whether a call with these outputs raises where it has no peers, instead of
+        completing on this rank alone."""
+        return False
 
     def makes_group(self) -> None:
         """Called before the function makes a group of its own."""
@@ -327,6 +332,8 @@ class ElasticGroup(dist.ProcessGroup):
         if self.host.replays(name, outputs):
             return FinishedCall()
         reason = self.host.local_reason()
+        if self.host.requires_peers(outputs):
+            raise CollectiveError(f"{name} between two epochs, while {reason}")
         source = getattr(args[1], "rootRank", None) if len(args) > 1 else None
         if reason and source not in (None, self.rank()) and _is_called_for_objects():
             raise CollectiveError(

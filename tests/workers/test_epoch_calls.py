@@ -185,13 +185,18 @@ def test_rank_that_trains_repeats_nothing() -> None:
 
 def test_calls_without_peers_are_forgotten() -> None:
     rank = trained(1)
+    outputs = [torch.zeros(())]
+    assert not rank.host.requires_peers(outputs), "in a step, which is not counted"
     rank.epoch()
     rank.call("allreduce", 5)
+    assert rank.host.requires_peers(outputs)
+    assert not rank.host.requires_peers([]), "a barrier"
     assert not rank.host.replays("allreduce", [torch.zeros(())])  # of a broken group
     new = Rank(rank.capture(), is_new=True)
     new.epoch()
     assert new.call("allreduce", 7) == 1
     new.epoch()
+    assert not new.host.requires_peers(outputs), "it has none"
     assert new.call("allreduce", 7) == -1
 
 

@@ -34,12 +34,15 @@ CPU = torch.device("cpu")
 class Host(CallHost):
     """Of a function whose collectives complete on this rank alone for `reason`."""
 
-    def __init__(self, reason: str = "", *, records: bool = False) -> None:
+    def __init__(
+        self, reason: str = "", *, records: bool = False, requires_peers: bool = False
+    ) -> None:
         self.reason = reason
         self.recorded: list[tuple[str, list[Tensor]]] = []
         self.replayed: list[list[Tensor]] = []
         self.failures: list[Exception] = []
         self._records = records
+        self._requires_peers = requires_peers
 
     def local_reason(self) -> str:
         return self.reason
@@ -56,6 +59,9 @@ class Host(CallHost):
 
     def record(self, name: str, outputs: Sequence[Tensor]) -> None:
         self.recorded.append((name, [output.clone() for output in outputs]))
+
+    def requires_peers(self, outputs: Sequence[Tensor]) -> bool:
+        return self._requires_peers and bool(outputs)
 
     def outlives(self, error: Exception) -> bool:
         self.failures.append(error)
@@ -276,6 +282,18 @@ def test_object_of_another_rank_cannot_be_made_up(plan: Plan):
         objects = [None] * 3
         dist.all_gather_object(objects, "own")
     assert objects == ["own"] * 3
+
+
+def test_call_that_requires_peers_raises_without_them(plan: Plan):
+    plan(3, rank=1)
+    host = Host("its group is broken", requires_peers=True)
+    with calls_of(host):
+        dist.barrier()
+        with pytest.raises(CollectiveError, match="while its group is broken"):
+            dist.all_reduce(torch.zeros(1))
+        host.replayed = [[torch.ones(1)]]
+        dist.all_reduce(total := torch.zeros(1))
+    assert total.item() == 1, "what is known needs no peers"
 
 
 def test_results_are_told_and_given_again(plan: Plan):

@@ -22,12 +22,13 @@ SAMPLES, STEPS_OF_EPOCH, EPOCHS = 24, 6, 4  # of own_loader.py
 STEPS = STEPS_OF_EPOCH * EPOCHS
 
 
-def run_killed(folder: Path, rank: int, step: int, *args: str, size: int = 2) -> Path:
+def run_killed(folder: Path, rank: int, step: int | None, *args: str, size: int = 2) -> Path:
     """Runs the script on two workers. In that step that rank is killed; it is a new worker's then,
     in as many ranks; or `size` tells how many go on. Returns the folder of its notes."""
     folder = folder / "killed"
     folder.mkdir()
-    args = ("--out", str(folder), *args, "--kill", str(rank), str(step))
+    kill = ("--kill", str(rank), str(step)) if step is not None else ()
+    args = ("--out", str(folder), *args, *kill)
     with closing(make_workers(folder, "own_loader.py", *args, count=3)) as local:
         local.form(1, [0, 1])
         assert local.wait_lost(120) == rank
@@ -81,6 +82,18 @@ def check_evaluations(folder: Path, undisturbed: Path, *epochs: int) -> None:
         assert value == pytest.approx(expected[epoch], abs=1e-9) or epoch not in (
             epochs or expected
         )
+
+
+def test_epoch_is_evaluated_again_by_all_if_a_rank_is_lost_meanwhile(
+    plain_runs: PlainRuns, tmp_path: Path
+) -> None:
+    """The survivor does not decide by its own part of the metric."""
+    undisturbed = plain_runs("own_loader.py")
+    folder = run_killed(tmp_path, 1, None, "--kill-after", "1")
+    check_evaluations(folder, undisturbed)
+    assert find_problems(folder, STEPS, SAMPLES, EPOCHS) == []
+    assert weight_difference(undisturbed, folder) <= 1e-9
+    assert entries(folder) == [2, 2]
 
 
 @pytest.mark.parametrize("args", [("--habit", "changes"), ("--processes", "1")])

@@ -34,7 +34,7 @@ def read_ahead(batches: Iterator[Any]) -> Iterator[Any]:
     yield batch
 
 
-def evaluate(engine: Any, data: Rows) -> float:
+def evaluate(engine: Any, data: Rows, *, kills: Path | None = None) -> float:
     """Draws random numbers, as each iteration of a DataLoader does."""
     total = torch.zeros(1, dtype=torch.float64)
     engine.eval()
@@ -42,6 +42,8 @@ def evaluate(engine: Any, data: Rows) -> float:
         for rows, _ in DataLoader(data, batch_size=len(data)):
             total += engine(rows).sum()
     engine.train()
+    if kills is not None:
+        kill_once(kills)
     dist.all_reduce(total)
     return total.item()
 
@@ -50,6 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kill", type=int, nargs=2, default=[-1, -1], help="rank and step")
+    parser.add_argument("--kill-after", type=int, default=-1, help="rank 1, while it evaluates")
     parser.add_argument(
         "--data", choices=["distributed", "part", "stream", "iterable"], default="distributed"
     )
@@ -126,7 +129,9 @@ def main() -> None:
                 note(args.out, "rates", [engine.progress.step, optimizer.param_groups[0]["lr"]])
             elif ends_step:
                 note(args.out, "lost", time.time())
-        note(args.out, "evaluations", [epoch, evaluate(engine, rows_of_all)])
+        kills = args.out if rank == 1 and epoch == args.kill_after else None
+        value = evaluate(engine, rows_of_all, kills=kills)
+        note(args.out, "evaluations", [epoch, value])
         if args.save:
             engine.save_checkpoint(str(args.out / "saved"), tag=f"epoch{epoch}")
             if rank == 0:
