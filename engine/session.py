@@ -192,9 +192,9 @@ class HostSession:
         phases. Called again and again with `SAMPLES_PHASE` while the thread waits for samples that
         other processes make."""
 
-    def on_collective_wait(self, collective: int, entered: bool) -> None:
+    def on_collective_wait(self, collective: int, entered: bool, engine: object = None) -> None:
         """Called when the training thread starts (`entered`), or has ended, waiting for other ranks
-        in a collective."""
+        in a collective. `engine` is one object for each engine that numbers its collectives."""
 
     def on_samples_consumed(self, samples: Sequence[int]) -> None:
         """Called with the samples of the loader that this rank has trained on, before the vote of
@@ -244,8 +244,8 @@ class BesideSession(HostSession):
     def on_phase(self, name: str) -> None:
         self._host.on_phase(name)
 
-    def on_collective_wait(self, collective: int, entered: bool) -> None:
-        self._host.on_collective_wait(collective, entered)
+    def on_collective_wait(self, collective: int, entered: bool, engine: object = None) -> None:
+        self._host.on_collective_wait(collective, entered, self)
 
 
 class Reforming:

@@ -206,8 +206,8 @@ class JobSession(GenerationSession):
             return True
         return engine.module.training and torch.is_grad_enabled()
 
-    def on_collective_wait(self, collective: int, entered: bool) -> None:
-        self._channel.progress.set_waiting(collective, entered)
+    def on_collective_wait(self, collective: int, entered: bool, engine: object = None) -> None:
+        self._channel.progress.set_waiting(collective, entered, engine)
         self.check()
 
     def on_samples_consumed(self, samples: Sequence[int], engine: str = "") -> None:
@@ -351,8 +351,8 @@ class EngineSession(HostSession):
     def on_phase(self, name: str) -> None:
         self._job.on_phase(name, self._engine)
 
-    def on_collective_wait(self, collective: int, entered: bool) -> None:
-        self._job.on_collective_wait(collective, entered)
+    def on_collective_wait(self, collective: int, entered: bool, engine: object = None) -> None:
+        self._job.on_collective_wait(collective, entered, self)
 
     def on_samples_consumed(self, samples: Sequence[int]) -> None:
         self._job.on_samples_consumed(samples, self._name)

@@ -75,6 +75,7 @@ class ProgressRecord:
     def __init__(self, rank: int, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
         self._state = Heartbeat(rank, step=0, phase="start", silent_s=0.0), clock()
+        self._newest: dict[object, int] = {}  # each engine's collective
 
     @property
     def step(self) -> int:
@@ -95,9 +96,13 @@ class ProgressRecord:
     def begin_step(self, step: int) -> None:
         self._state = self._state[0]._replace(step=step, waiting=False), self._clock()
 
-    def set_waiting(self, collective: int, waiting: bool) -> None:
-        """Records that a wait for other ranks in a collective starts or ends."""
-        heartbeat = self._state[0]._replace(collective=collective, waiting=waiting)
+    def set_waiting(self, collective: int, waiting: bool, engine: object = None) -> None:
+        """Records that a wait for other ranks in a collective starts or ends. Each engine numbers
+        its own collectives; their sum is the number of those of all engines."""
+        newest = self._newest.get(engine, 0)
+        self._newest[engine] = max(newest, collective)
+        number = collective + sum(self._newest.values()) - self._newest[engine]
+        heartbeat = self._state[0]._replace(collective=number, waiting=waiting)
         self._state = heartbeat, self._clock()
 
     def heartbeat(self) -> Heartbeat:

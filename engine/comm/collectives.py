@@ -41,8 +41,8 @@ class CollectiveStats:
 
 @dataclass
 class CommCounters:
-    """Calls and bytes by collective, the number of the latest one (`sequence`), and the seconds
-    that the training thread has waited (`exposed_s`)."""
+    """Calls and bytes by collective, the number of the present process group's latest one
+    (`sequence`), and the seconds that the training thread has waited (`exposed_s`)."""
 
     by_name: defaultdict[str, CollectiveStats] = field(
         default_factory=lambda: defaultdict(CollectiveStats)
@@ -88,8 +88,10 @@ class Collectives:
         self._backend.abandon()
 
     def reconnect(self, backend: Backend) -> None:
-        """Uses the backend of another process group from now on. The previous one is abandoned."""
+        """Uses the backend of another process group from now on. The previous one is abandoned.
+        Numbers collectives from 1 again, as the new ranks do."""
         self._backend = backend
+        self.counters.sequence = 0
         self.rank = backend.rank
         self.world_size = backend.world_size
         self.broken = ""
@@ -201,7 +203,8 @@ class Collectives:
         traffic = counters.by_name[name]
         traffic.calls += 1
         traffic.bytes += moved_bytes
-        counters.sequence = number = counters.sequence + 1
+        counters.sequence += not self.detached  # peers do not call it
+        number = counters.sequence
         work = self.run_timed(name, number, partial(start, *arguments), Work)
         return CollectiveWork(work, self, name, number)
 

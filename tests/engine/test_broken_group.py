@@ -154,8 +154,9 @@ def live_through(
     faults: Sequence[tuple[int, int, str]],
     steps: int,
     ahead: int,
-) -> tuple[dict[str, Tensor], int, int]:
-    """Trains through all faults: weights, entries of the function, generations of the last one."""
+) -> tuple[dict[str, Tensor], int, int, int]:
+    """Trains through all faults: weights, entries of the function, generations of the last one,
+    and the number of the last collective."""
     store = shared_store(rank)
     host, entries = Host(rank, faults, store), 0
     while True:
@@ -167,7 +168,8 @@ def live_through(
         except LostError:
             host.leave(session.published)
     end_together(store, rank, world)
-    return weights, entries, session.reformed
+    collectives = session.engine.internals.runtime.collectives
+    return weights, entries, session.reformed, collectives.counters.sequence
 
 
 def read_ahead(batches: Iterable[Any], count: int) -> Iterator[Any]:
@@ -216,5 +218,7 @@ def test_survivors_stay_in_their_loop(stage: int, micro_batch: int, ahead: int):
     results = run_ranks(WORLD, live_through, config, faults, steps, ahead)
     for name, expected in oracle(steps).items():
         torch.testing.assert_close(results[0][0][name], expected, rtol=1e-9, atol=1e-12)
-    assert [entries for _, entries, _ in results] == [1 + 4, 1 + 4, 1]
+    assert [entries for _, entries, *_ in results] == [1 + 4, 1 + 4, 1]
+    numbers = [number for *_, number in results]
+    assert numbers == [numbers[0]] * 3, "of those that stayed, and of new ranks"
     assert results[2][2] == len(faults)

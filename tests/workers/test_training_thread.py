@@ -336,6 +336,10 @@ def test_heartbeat_has_step_phase_and_silent_time():
     assert progress.heartbeat() == Heartbeat(1, 4, "backward", 2.5)
     progress.begin_step(5)
     assert progress.heartbeat() == Heartbeat(1, 5, "backward", 0.0)
+    actor, critic = object(), object()  # engines, each of which numbers its own collectives
+    for engine, number, expected in ((actor, 7, 7), (critic, 2, 9), (actor, 6, 8), (None, 1, 10)):
+        progress.set_waiting(number, True, engine)
+        assert progress.heartbeat()[-2:] == (expected, True)
 
 
 @pytest.mark.parametrize("module", ["torch.distributed.distributed_c10d", "examples.user"])
