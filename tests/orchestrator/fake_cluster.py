@@ -24,7 +24,6 @@ from rayzero.orchestrator.aio import (
     Clock,
     PendingReplies,
     WorkerReports,
-    with_timeout,
 )
 from rayzero.orchestrator.control.vaults import BEAT_WAIT_S
 from rayzero.orchestrator.errors import (
@@ -573,7 +572,8 @@ class FakeCluster:
         try:
             if (timeout_s := self.next_poll_s - self.clock.now()) <= 0:
                 raise TimeoutError  # else messages at one time could put the reply off for ever
-            outputs = [await with_timeout(self.clock, timeout_s, self.messages.get())]
+            async with self.clock.timeout(timeout_s):
+                outputs = [await self.messages.get()]
         except TimeoutError:
             self.next_poll_s = self.clock.now() + WORKER_POLL_S
             polled = [
@@ -788,7 +788,8 @@ class FakeVaultGroup:
             if vault.failure == "broken":
                 raise VaultLostError("its thread has ended")
             with suppress(TimeoutError):
-                events = await with_timeout(clock, BEAT_WAIT_S, vault.events.get())
+                async with clock.timeout(BEAT_WAIT_S):
+                    events = await vault.events.get()
                 if isinstance(events, VaultLostError):
                     raise events
                 return events
@@ -817,9 +818,6 @@ class FakeVaultGroup:
             vault.files.append((folder, ref))
             files.append(RankFile(f"rank-{ref.rank}", 64, "", "", 0, ref.rank, BlockIndex(), {}))
         return files
-
-    def check_nodes(self, limit_s: float) -> None:
-        self.health_limit_s = limit_s
 
     async def check_health(self, node_id: str, limit_s: float) -> None:
         self._vault(node_id)
