@@ -105,6 +105,16 @@ class BackgroundTasks:
             self._on_error(error)
 
 
+def resolve(reply: asyncio.Future[Any], error: Exception | None, result: Any = None) -> None:
+    """Sets what a call has returned or raised, unless the caller has given up."""
+    if reply.done():
+        return
+    if error is not None:
+        reply.set_exception(error)
+    else:
+        reply.set_result(result)
+
+
 class PendingReplies:
     """The replies to one command that was sent to many workers.
 

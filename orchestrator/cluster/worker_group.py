@@ -247,12 +247,7 @@ class WorkerGroup:
         """Waits for the end of a worker's process, and returns the cause. Ray knows it within a
         second."""
         actor = self._pool.get(worker).actor
-        try:
-            while True:
-                await actor.ping.remote()
-                await self._clock.sleep(_PING_INTERVAL_S)
-        except RayError as error:
-            return death_cause(error)
+        return death_cause(await ray_api.await_end(actor.ping, _PING_INTERVAL_S))
 
     async def _collect_started(
         self, first: Sequence[WorkerHandle], on_failure: OnStartFailure | None

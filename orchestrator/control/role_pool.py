@@ -348,9 +348,7 @@ class RolePool:
 
     async def _replace(self, info: WorkerInfo, delay_s: float) -> None:
         """Starts a worker in the reservation of a worker whose process is used up."""
-        await self._suppress_loss(
-            self._calls.worker_reply(info.index, self._group.kill(info.index))
-        )
+        await self._calls.end_process(info.index, self._group.kill)
         if self.plan.spec.workers.gpus:
             limit_s = self.plan.resources.timeout_s
             await self._calls.wait_exited(info.node_id, info.pid, limit_s)
@@ -361,8 +359,7 @@ class RolePool:
         self._on_change()
 
     async def _release(self, info: WorkerInfo) -> None:
-        ending = self._group.release_worker(info.index)
-        await self._suppress_loss(self._calls.worker_reply(info.index, ending))
+        await self._calls.end_process(info.index, self._group.release_worker)
         self._on_change()
 
     @staticmethod
