@@ -23,6 +23,7 @@ from rayzero.workers.messages import (
     Divided,
     Finished,
     Joined,
+    Left,
     LogLine,
     Mirrored,
     Pinned,
@@ -128,7 +129,7 @@ class MessageDispatcher:
         else:
             self._on_left(worker, message)
 
-    def _on_left(self, worker: int, message: Finished | Stopped | Crashed) -> None:
+    def _on_left(self, worker: int, message: Left) -> None:
         generation = self._members.generation
         if self._members.registry.is_ahead(worker):
             if not self._members.registry.is_alive(worker):

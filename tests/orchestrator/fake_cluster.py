@@ -350,11 +350,9 @@ class FakeCluster:
                 gauges |= {"replicated_step": self.replicated[1], "replicated_bytes": 64.0}
             if last:
                 memory = self._memory(process)
-                messages.append(Finished(assign.generation, assign.rank, {}, {}, 1, memory))
+                messages.append(Finished(assign.generation, assign.rank, {}, {}, 1, memory=memory))
             elif drain:
-                stays = self._stays(process)
-                memory = self._memory(process)
-                messages.append(Stopped(assign.generation, assign.rank, memory, stays, self.bound))
+                messages.append(self._stopped(process, assign))
             if last or drain:
                 process.assign, process.drain = None, False
             self.send(process.info.index, *messages)
@@ -425,9 +423,13 @@ class FakeCluster:
             process.leaving = True
             return
         process.assign, process.drain, process.leaving = None, False, False
-        memory, stays = self._memory(process), self._stays(process)
-        stopped = Stopped(assign.generation, assign.rank, memory, stays, self.bound)
+        stopped = self._stopped(process, assign)
         self.send(process.info.index, replace(stopped, notes=process.notes))
+
+    def _stopped(self, process: FakeProcess, assign: Assignment) -> Stopped:
+        memory, stays = self._memory(process), self._stays(process)
+        end = {"memory": memory, "stays": stays, "keeps_rank": self.bound}
+        return Stopped(assign.generation, assign.rank, **end)
 
     def _join(self, generation: int) -> None:
         """Let all ranks join once all have their assignments."""
