@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from rayzero.workers.step_rows import ReceivedMessage
 
@@ -70,8 +70,6 @@ class ObservedState:
         self._changed()
 
 
-T = TypeVar("T")
-
 WORKER_POLL_S = 2.0
 """Longest time between two messages of a subscribed worker. A worker that has nothing to report
 sends an empty message, which shows that it is alive."""
@@ -107,10 +105,14 @@ class BackgroundTasks:
             self._on_error(error)
 
 
-async def with_timeout(clock: Clock, limit_s: float, work: Awaitable[T]) -> T:
-    """Returns the result of `work`. Raises TimeoutError if it took longer and was cancelled."""
-    async with clock.timeout(limit_s):  # no task: there are thousands of calls a second
-        return await work
+def resolve(reply: asyncio.Future[Any], error: Exception | None, result: Any = None) -> None:
+    """Sets what a call has returned or raised, unless the caller has given up."""
+    if reply.done():
+        return
+    if error is not None:
+        reply.set_exception(error)
+    else:
+        reply.set_result(result)
 
 
 class PendingReplies:

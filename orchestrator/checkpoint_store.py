@@ -26,6 +26,7 @@ from rayzero.engine.checkpoint.writer import commit_checkpoint
 from rayzero.engine.errors import ConfigError, EngineError
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.recovery import CheckpointRef
+from rayzero.orchestrator.top.format import count_of
 
 
 class CheckpointStore:
@@ -161,11 +162,10 @@ class CheckpointStore:
         harmless = ("unfinished", "damaged") if resume == "scratch" else ("unfinished",)
         existing = [info for info in checkpoints if info.status not in harmless]
         if existing:
-            plural = "s" * (len(existing) != 1)
             usable = " that can be used" if resume == "scratch" else ""
             remote = "; an object store cannot set them aside" if resume == "scratch" else ""
             raise ConfigError(
-                f"{self._plan.job_folder} holds {len(existing)} checkpoint{plural}{usable}, "
+                f"{self._plan.job_folder} holds {count_of(len(existing), 'checkpoint')}{usable}, "
                 f"the newest of step {existing[-1].step}, and checkpoint.resume is {resume}",
                 allowed=f"a folder without checkpoints{usable}",
                 fix="choose another name or checkpoint.path, set checkpoint.resume: auto, or "

@@ -11,14 +11,9 @@ _ENTRYPOINT = re.compile(r"[\w.]+:[\w.<>]+")
 _FILE_ENTRYPOINT = re.compile(r"^(?:\./)?((?:\w+/)*\w+)\.py(?=:)")
 
 
-def _name_module(file: re.Match[str]) -> str:
-    """Returns `src.first` for `src/first.py`."""
-    return file[1].replace("/", ".")
-
-
 def _check_entrypoint(value: str) -> str:
     """Returns the entry point, with a file replaced by its module."""
-    value = _FILE_ENTRYPOINT.sub(_name_module, value)
+    value = _FILE_ENTRYPOINT.sub(lambda file: file[1].replace("/", "."), value)
     if not _ENTRYPOINT.fullmatch(value):
         path, _, function = value.partition(":")
         path, is_file = path.removesuffix(".py"), path.endswith(".py")

@@ -22,7 +22,7 @@ def format_step(record: StepRecord) -> str:
     if record.tokens_per_s is not None:
         parts.append(f"{record.tokens_per_s:,.0f} tokens/s")
     parts.append(f"{record.step_s:.3f} s/step")
-    parts.append(f"{record.world_size} worker{'s' * (record.world_size != 1)}")
+    parts.append(count_of(record.world_size, "worker"))
     return " | ".join(parts)
 
 
@@ -38,7 +38,7 @@ def _describe_reattachment(event: job_events.Reattached) -> str:
         f"{event.offline_s:.0f} s without the job's process"
     )
     for role, count in event.roles.items():
-        text += f", with {count} worker{'s' * (count != 1)} of role {role}"
+        text += f", with {count_of(count, 'worker')} of role {role}"
     if not event.lost_ranks:
         return text
     ranks = ", ".join(map(str, event.lost_ranks))
@@ -108,8 +108,8 @@ def _format_recovery(recovery: job_events.Repaired | job_events.Resized) -> str:
     if isinstance(recovery, job_events.Resized):
         return f"resized in {recovery.total_s:.2f} s ({recovery.reason}): {sizes} ({parts})"
     redone = recovery.steps_redone
-    recomputed = f"{redone or 'no'} step{'s' * (redone > 1)} recomputed"
-    return f"repaired in {recovery.total_s:.2f} s: {sizes}, {recomputed} ({parts})"
+    recomputed = count_of(redone, "step") if redone else "no step"
+    return f"repaired in {recovery.total_s:.2f} s: {sizes}, {recomputed} recomputed ({parts})"
 
 
 def summary_lines(result: JobResult) -> Iterator[str]:

@@ -159,6 +159,10 @@ class JobFacts:
     def total_repairs(self) -> int:
         return sum(self.repairs_by_cause.values())
 
+    def role(self, name: str) -> RoleFacts:
+        """Returns the facts of a role, also of one that has not begun."""
+        return self.roles.get(name, RoleFacts())
+
     def faults_on_clock(self, now_s: float, unix_s: float) -> list[Fault]:
         """Returns the faults, with their times on this controller's clock. None is in the future,
         even if the machine's time was set back."""

@@ -85,16 +85,6 @@ class JobPlan:
         return self.spec.checkpoint.every_steps is not None
 
     @property
-    def rollout_chain(self) -> tuple[str, ...]:
-        """The roles that make rollouts, in order: each takes the output of the previous role."""
-        return tuple(rollout_stages(self.spec))
-
-    @property
-    def updates_on_cpu(self) -> bool:
-        """Whether workers with GPUs run the optimizer on their CPUs."""
-        return _updates_on_cpu(self.spec)
-
-    @property
     def output_is_temporary(self) -> bool:
         """Whether Ray removes the local files some time after the job."""
         return _RAY_WORKING_DIR.search(str(self.output_dir)) is not None
@@ -235,7 +225,8 @@ def _version_every_steps(spec: JobSpec) -> int | None:
     return sys.maxsize if spec.roles and spec.recovery.replicas else None
 
 
-def _updates_on_cpu(spec: JobSpec) -> bool:
+def updates_on_cpu(spec: JobSpec) -> bool:
+    """Returns whether workers with GPUs run the optimizer on their CPUs."""
     if not isinstance(spec.engine, dict) or not spec.workers.gpus:
         return False
     return parse_config(spec.engine).zero_optimization.offload_optimizer.device != "none"
@@ -244,7 +235,7 @@ def _updates_on_cpu(spec: JobSpec) -> bool:
 def _threads(spec: JobSpec) -> int:
     """Returns `ResourceRequest.threads`. Optimizers on CPUs get by default more threads than a
     worker reserves: a larger reservation could leave the job without nodes."""
-    if spec.workers.cpus is None and _updates_on_cpu(spec):
+    if spec.workers.cpus is None and updates_on_cpu(spec):
         return 0
     return max(1, int(spec.workers.reserved_cpus))
 

@@ -12,6 +12,7 @@ from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator.errors import JobStoppedError
 from rayzero.orchestrator.job_events import JobEvent
 from rayzero.orchestrator.machine import State
+from rayzero.orchestrator.top.format import count_of
 
 OWN_KEYS = frozenset(
     (
@@ -142,7 +143,7 @@ class JobStatus:
         if self.waiting_for:
             return f"{text}, waiting for {self.waiting_for}"
         if self.is_running:
-            return f"{text}, {self.world_size} worker{'s' * (self.world_size != 1)}"
+            return f"{text}, {count_of(self.world_size, 'worker')}"
         if self.state is None and self.checkpoint_step is None:
             return f"{text}; `rayzero resume {self.name}` starts from scratch: it has no checkpoint"
         if self.state is None:

@@ -278,22 +278,37 @@ class LogLine:
         return f"{self.role or 'rank'} {self.rank}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Left(RankMessage):
+    """The worker has left the generation.
+
+    Args:
+        memory: None if there is no engine, or it is mid-update.
+        stays: the training function waits in its loop for the next generation.
+        keeps_rank: it continues only with the same rank and number of ranks; else it is called
+            again.
+        notes: for functions that are called in the next generation.
+    """
+
+    memory: InProcessStateInfo | None = None
+    stays: bool = False
+    keeps_rank: bool = False
+    notes: Notes | None = None
+
+
 @dataclass(frozen=True)
-class Finished(RankMessage):
+class Finished(Left):
     """The training function returned.
 
     Args:
         result: its return value, if that was a mapping that can be encoded as JSON.
         counters: counted after the last finished step.
         peak_rss_bytes: the process's peak resident memory.
-        memory, notes: as in `Stopped`.
     """
 
     result: dict[str, Any] | None
     counters: dict[str, float]
     peak_rss_bytes: int
-    memory: InProcessStateInfo | None = None
-    notes: Notes | None = None
 
 
 @dataclass(frozen=True)
@@ -331,25 +346,12 @@ class Notes:
 
 
 @dataclass(frozen=True)
-class Stopped(RankMessage):
-    """The worker has left the generation on the controller's request.
-
-    Args:
-        memory: None if there is no engine, or it is mid-update.
-        stays: the training function waits in its loop for the next generation.
-        keeps_rank: it continues only with the same rank and number of ranks; else it is called
-            again.
-        notes: for functions that are called in the next generation.
-    """
-
-    memory: InProcessStateInfo | None = None
-    stays: bool = False
-    keeps_rank: bool = False
-    notes: Notes | None = None
+class Stopped(Left):
+    """The worker has left the generation on the controller's request."""
 
 
 @dataclass(frozen=True)
-class Crashed(RankMessage):
+class Crashed(Left):
     """The training function raised an exception, or could not be called.
 
     Args:
@@ -358,17 +360,12 @@ class Crashed(RankMessage):
         step: the current step, counted from 1; 0 before the function was called.
         error: the exception as text, without a traceback.
         traceback: the user's frames; empty if the error message is sufficient.
-        memory, stays, keeps_rank, notes: as in `Stopped`.
     """
 
     kind: CrashKind
     step: int
     error: str
     traceback: str
-    memory: InProcessStateInfo | None = None
-    stays: bool = False
-    keeps_rank: bool = False
-    notes: Notes | None = None
 
 
 @dataclass(frozen=True)

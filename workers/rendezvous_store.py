@@ -43,7 +43,8 @@ class StoreServer(MessageServer):
             with suppress(TimeoutError):
                 async with asyncio.timeout(*_SECONDS.unpack(limit)):
                     for key in keys:
-                        await self._wait_for(key)
+                        while key not in self._values:
+                            await self._waiting.setdefault(key, asyncio.Event()).wait()
             missing = [key.encode() for key in keys if key not in self._values]
             return [b"missing", *missing] if missing else [b"", *(self._values[k] for k in keys)]
         key = fields[0].decode()
@@ -56,10 +57,6 @@ class StoreServer(MessageServer):
         if (waiting := self._waiting.pop(key, None)) is not None:
             waiting.set()
         return [value if operation == b"add" else b""]
-
-    async def _wait_for(self, key: str) -> None:
-        while key not in self._values:
-            await self._waiting.setdefault(key, asyncio.Event()).wait()
 
 
 class StoreClient(Store):

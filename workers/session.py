@@ -133,7 +133,7 @@ class JobSession(GenerationSession):
             return
         is_own_loop = self.epochs is not None and (self.loop.divides_steps or not reads_loader)
         if self.loop.yields_again or not is_own_loop:
-            self.engines.enable(self._on_broken)
+            self.engines.enable(lambda reason: self._host.end_group(self._channel, reason))
             collectives.outlive(self.registry)
             is_first = self.assignment.restore is None and not self.loop.yields_again
             if is_first and not lacks_version:
@@ -142,9 +142,6 @@ class JobSession(GenerationSession):
     def _begin_mirror(self) -> None:
         with suppress(CollectiveError):  # the generation was ended: the step is lost
             self._mirror.begin(self.engines.state)
-
-    def _on_broken(self, reason: str) -> None:
-        self._host.end_group(self._channel, reason)
 
     def begins_step(self, loader: object | None, *, within: bool) -> bool:
         return self.engines.step.begins(loader, within=within)

@@ -325,8 +325,8 @@ class TrainingThread:
         generation, rank = channel.generation, channel.rank
         if error := channel.interrupt.group_error:
             step = channel.progress.step
-            return Crashed(generation, rank, "collective", step, error, "", memory)
-        return Stopped(generation, rank, memory)
+            return Crashed(generation, rank, "collective", step, error, "", memory=memory)
+        return Stopped(generation, rank, memory=memory)
 
     def _release(
         self, channel: GenerationChannel, *, drained: bool

@@ -34,9 +34,9 @@ from rayzero.workers.messages import (
     GenerationSpec,
     InProcessStateInfo,
     Joined,
+    Left,
     Notes,
     RankAssignment,
-    Stopped,
     WorkerInfo,
     WorkerMessage,
     WorkerSpec,
@@ -304,7 +304,7 @@ class WorkerProcess(UserProcess, WorkerCalls):
             result,
             session.reporter.leftover_counters(),
             resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            self._retained.in_process_state(),
+            memory=self._retained.in_process_state(),
         )
 
     def _new_channel(self, generation: int, rank: int) -> GenerationChannel:
@@ -360,7 +360,7 @@ class WorkerProcess(UserProcess, WorkerCalls):
         return process_group.polled_group_errors(self._device, end_generation)
 
     def _post(self, message: WorkerMessage) -> None:
-        if isinstance(message, Stopped | Crashed | Finished):
+        if isinstance(message, Left):
             message = replace(message, notes=self._notes)
         self._record.note(message)  # first: a message that has left the outbox is in the record
         self._outbox.post(message)

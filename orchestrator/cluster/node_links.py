@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, TypeAlias
 
-from rayzero.orchestrator.aio import ChangeNotifier
+from rayzero.orchestrator.aio import ChangeNotifier, resolve
 from rayzero.orchestrator.errors import JobFailedError, VaultLostError
 from rayzero.workers.agent.batches import NodeBatch
 from rayzero.workers.agent.link import (
@@ -301,8 +301,7 @@ class NodeLink:
         self._mail.timer.remove(self)
         self._task.cancel()
         for reply in self._replies.values():
-            if not reply.done():
-                reply.set_exception(error)
+            resolve(reply, error)
         self._changed.notify()
 
     async def _run(self) -> None:
@@ -346,7 +345,9 @@ class NodeLink:
     def _begin(self, hello: Frame, write: Callable[[bytes], object]) -> None:
         """Handles the agent's answer to `Attach`."""
         if hello.kind is FrameKind.FENCED:
-            self.end(taken_over_error(pickle.loads(hello.payload)))
+            epoch = pickle.loads(hello.payload)
+            text = f"another controller of this job has taken over (epoch {epoch})"
+            self.end(JobFailedError(text, allowed="one controller at a time"))
             return
         self.hello = pickle.loads(hello.payload)
         self._unserved.end()
@@ -361,7 +362,8 @@ class NodeLink:
         match frame.kind:
             case FrameKind.REPLY:
                 number, error, result = pickle.loads(frame.payload)
-                self._resolve(number, error, result)
+                if (reply := self._replies.get(number)) is not None:
+                    resolve(reply, error, result)
             case FrameKind.MESSAGES:
                 self._mail.put(self, frame.payload)
             case FrameKind.EVENTS:
@@ -378,20 +380,3 @@ class NodeLink:
                 self._unserved.end()
         if len(frame.payload) >= _LARGE_BYTES:
             self._link.acknowledge()
-
-    def _resolve(self, number: int, error: Exception | None, result: Any) -> None:
-        reply = self._replies.get(number)
-        if reply is None or reply.done():  # the caller has given up
-            return
-        if error is not None:
-            reply.set_exception(error)
-        else:
-            reply.set_result(result)
-
-
-def taken_over_error(epoch: int) -> JobFailedError:
-    """Returns the error of a controller whose agents obey a later one."""
-    return JobFailedError(
-        f"another controller of this job has taken over (epoch {epoch})",
-        allowed="one controller at a time",
-    )

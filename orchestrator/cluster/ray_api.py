@@ -316,11 +316,15 @@ async def wait_gone(methods: Iterable[Any]) -> None:
     method without side effects of each actor."""
     with suppress(TimeoutError):
         async with asyncio.timeout(GONE_TIMEOUT_S):
-            await asyncio.gather(*map(_wait_unreachable, methods))
+            await asyncio.gather(*(await_end(method, _PING_INTERVAL_S) for method in methods))
 
 
-async def _wait_unreachable(method: Any) -> None:
-    with suppress(RayError):
-        while True:
+async def await_end(method: Any, interval_s: float) -> RayError:
+    """Calls a method without side effects of an actor again and again, until the actor's process
+    ends or cannot be reached. Returns Ray's error."""
+    while True:
+        try:
             await method.remote()
-            await asyncio.sleep(_PING_INTERVAL_S)
+        except RayError as error:
+            return error
+        await asyncio.sleep(interval_s)

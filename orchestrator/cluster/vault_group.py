@@ -106,11 +106,8 @@ class VaultGroup:
         self.last_worker = -1
         """The greatest index of a worker that these vaults have known; -1 if there is none."""
         self._shared_peers: dict[str, Any] = {}
-        self._health_limit_s: float | None = None
-
-    def check_nodes(self, limit_s: float) -> None:
-        """Makes each vault that starts later begin with a check of its node."""
-        self._health_limit_s = limit_s
+        self.health_limit_s: float | None = None
+        """Time limit of the check of its node with which each vault begins; None: no check."""
 
     async def attach(self, vaults: Iterable[Owned]) -> None:
         """Takes over the vaults that an earlier process of the job has started. Vaults that do not
@@ -154,7 +151,7 @@ class VaultGroup:
             self._faults,
             spec.output_dir,
             self.orphan_s,
-            self._health_limit_s,
+            self.health_limit_s,
         )
         self._begin(node_id, _NodeVault(), start)
 

@@ -12,6 +12,7 @@ from itertools import count
 from typing import Any, NamedTuple, TypeAlias
 
 from rayzero.engine.errors import RayzeroError
+from rayzero.orchestrator.aio import resolve
 from rayzero.orchestrator.cluster.node_links import NodeLink
 from rayzero.orchestrator.errors import WorkerLostError
 from rayzero.workers.agent.link import Attach, NodeCommand, pack_call
@@ -95,16 +96,7 @@ class WorkerCommands:
         """Returns the result of a call in one worker. Raises what the call raises, and
         WorkerLostError."""
         answer = asyncio.get_running_loop().create_future()
-
-        def on_answer(_: Sequence[int], error: Exception | None, result: Any) -> None:
-            if answer.done():
-                return
-            if error is not None:
-                answer.set_exception(error)
-            else:
-                answer.set_result(result)
-
-        number = self.send({worker: node}, call, on_answer)
+        number = self.send({worker: node}, call, lambda _, *reply: resolve(answer, *reply))
         try:
             return await answer
         finally:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 import ray
 from ray.exceptions import RayActorError, RayError, RuntimeEnvSetupError
 
-from rayzero.orchestrator.aio import BackgroundTasks, Clock, PendingReplies, WorkerReports
+from rayzero.orchestrator.aio import BackgroundTasks, Clock, PendingReplies
 from rayzero.orchestrator.cluster import ray_api
 from rayzero.orchestrator.cluster.actor_pool import ActorPool, WorkerHandle
 from rayzero.orchestrator.cluster.ray_api import NodeTable, death_cause
@@ -91,12 +91,9 @@ class WorkerGroup:
         self._started: asyncio.Queue[WorkerHandle | Exception] = asyncio.Queue()
         self._free_reservation = asyncio.Event()
         self._tasks = BackgroundTasks(self._started.put_nowait)  # `next_worker` raises their errors
-        self._watch = WorkerWatch(
-            vaults.mail,
-            vaults.commands,
-            self._node_of,
-            self._find_cause,
-        )
+        self._watch = WorkerWatch(vaults.mail, vaults.commands, self._node_of, self._find_cause)
+        self.subscribe = self._watch.subscribe
+        self.receive = self._watch.receive
 
     @property
     def role(self) -> str:
@@ -218,14 +215,6 @@ class WorkerGroup:
         call = Call(WorkerCalls.assign.__name__, (formation,), in_order=True, own=own)
         return self._watch.broadcast(places, call)
 
-    def subscribe(self, workers: Iterable[int]) -> None:
-        """Includes the messages of these workers, from their first one, in `receive`."""
-        self._watch.subscribe(workers)
-
-    async def receive(self) -> WorkerReports:
-        """Returns messages and losses since the last call. Waits until there are some."""
-        return await self._watch.receive()
-
     async def draining_nodes(self) -> frozenset[str]:
         """Returns the ids of nodes that are drained or about to be lost. Waits for the answer of
         the cluster's head without limit; can be cancelled."""
@@ -258,12 +247,7 @@ class WorkerGroup:
         """Waits for the end of a worker's process, and returns the cause. Ray knows it within a
         second."""
         actor = self._pool.get(worker).actor
-        try:
-            while True:
-                await actor.ping.remote()
-                await self._clock.sleep(_PING_INTERVAL_S)
-        except RayError as error:
-            return death_cause(error)
+        return death_cause(await ray_api.await_end(actor.ping, _PING_INTERVAL_S))
 
     async def _collect_started(
         self, first: Sequence[WorkerHandle], on_failure: OnStartFailure | None

@@ -58,6 +58,7 @@ class WorkerWatch:
         self._asking.clear()
 
     def subscribe(self, workers: Iterable[int]) -> None:
+        """Includes the messages of these workers, from their first one, in `receive`."""
         for worker in {*workers} - self._subscribed.keys():
             try:
                 node = self._subscribed[worker] = self._node_of(worker)

@@ -109,6 +109,11 @@ class Calls:
         except TimeoutError:
             raise VaultLostError(timeout_reason(limit_s)) from None
 
+    async def end_process(self, worker: int, end: Callable[[int], Awaitable[None]]) -> None:
+        """Ends a worker's process, if it has not ended yet, with a method of the worker's group."""
+        with suppress(WorkerUnavailableError):
+            await self.worker_reply(worker, end(worker))
+
     async def wait_exited(self, node: str, pid: int, limit_s: float) -> bool:
         """Waits until a killed process has exited. Returns False if it still runs after the limit.
         A process with a GPU frees its device memory before it exits, which takes seconds for tens

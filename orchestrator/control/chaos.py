@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from rayzero.orchestrator.errors import VaultLostError
 from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.progress import JobProgress
+from rayzero.orchestrator.top.format import count_of
 from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.chaos.inject import FaultRecord, FaultSchedule, damage_file
 from rayzero.workers.chaos.spec import FaultSpec, parse_fault, why_no_such_worker
@@ -34,35 +36,27 @@ VAULT_REPLY_TIMEOUT_S = 5.0
 """How long a vault may take to reply: a user waits for the result."""
 
 
+@dataclass(eq=False)
 class ClusterFaultInjector:
     """Owns the record of fired faults, from `start` on. Does nothing without faults."""
 
-    def __init__(
-        self,
-        plan: JobPlan,
-        loop: JobLoop,
-        members: Members,
-        calls: Calls,
-        vaults: VaultGroup,
-        events: EventBus,
-        progress: JobProgress,
-        roles: RolePools,
-    ) -> None:
-        self.injected: tuple[FaultSpec, ...] = ()
-        """All faults requested while the job runs."""
-        self._plan = plan
-        self._loop = loop
-        self._members = members
-        self._calls = calls
-        self._vaults = vaults
-        self._events = events
-        self._progress = progress
-        self._faults = plan.worker_spec.faults
-        self._record = FaultRecord(plan.output_dir)
-        self._schedule = FaultSchedule(self._record, events.emit)
-        self._in_progress: set[FaultSpec] = set()
-        self._skipped: set[FaultSpec] = set()
-        self._roles = roles
+    _plan: JobPlan
+    _loop: JobLoop
+    _members: Members
+    _calls: Calls
+    _vaults: VaultGroup
+    _events: EventBus
+    _progress: JobProgress
+    _roles: RolePools
+    injected: tuple[FaultSpec, ...] = ()
+    """All faults requested while the job runs."""
+    _in_progress: set[FaultSpec] = field(default_factory=set)
+    _skipped: set[FaultSpec] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._faults = self._plan.worker_spec.faults
+        self._record = FaultRecord(self._plan.output_dir)
+        self._schedule = FaultSchedule(self._record, self._events.emit)
 
     def start(self, *, resumed: bool) -> None:
         """Starts with a run. Faults that fired in an earlier run count only if this run resumes
@@ -160,7 +154,7 @@ class ClusterFaultInjector:
             return f"the job has at most {max_workers} workers" if fault.rank >= max_workers else ""
         if fault.target in ("vault", "cluster"):
             if fault.node >= nodes:
-                return f"the job is on {nodes} node{'s' * (nodes != 1)} now, counted from 0"
+                return f"the job is on {count_of(nodes, 'node')} now, counted from 0"
             try:
                 return await self._why_not_injectable(fault)
             except VaultLostError:

@@ -45,6 +45,7 @@ from rayzero.orchestrator.policies.failure import FaultBudget
 from rayzero.orchestrator.policies.membership import WorkerLimits
 from rayzero.orchestrator.policies.usefulness import LastRun
 from rayzero.orchestrator.progress import JobProgress
+from rayzero.orchestrator.rollout_plan import rollout_stages
 from rayzero.workers.vault.process_end import ProcessEnd
 
 if TYPE_CHECKING:  # they import Ray, without which the controller is tested
@@ -136,7 +137,7 @@ class Components:
         versions = WeightVersions(members, loop.changed.notify, bool(plan.roles))
         rollouts = RolloutBuffer(
             plan.rollouts,
-            plan.rollout_chain,
+            tuple(rollout_stages(plan.spec)),
             loop,
             members,
             calls,

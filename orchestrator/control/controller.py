@@ -17,7 +17,7 @@ from rayzero.orchestrator.facts import JobFacts
 from rayzero.orchestrator.job_events import ResourcesAwaited, RunAdopted, StateEntered, WorkersReady
 from rayzero.orchestrator.job_file import check_batch_sizes
 from rayzero.orchestrator.machine import Instruction, State
-from rayzero.orchestrator.plan import JobPlan
+from rayzero.orchestrator.plan import JobPlan, updates_on_cpu
 from rayzero.orchestrator.policies.attachment import Attachment
 from rayzero.orchestrator.policies.placement import spare_cores
 from rayzero.orchestrator.policies.usefulness import LastRun
@@ -251,7 +251,7 @@ class Controller:
 
     def _check_cores(self, workers: Sequence[WorkerInfo]) -> None:
         cpus = self._plan.spec.workers.cpus
-        if cpus is None or not self._plan.updates_on_cpu:
+        if cpus is None or not updates_on_cpu(self._plan.spec):
             return
         node, share = spare_cores(workers, cpus)
         if share:

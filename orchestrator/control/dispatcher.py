@@ -16,12 +16,14 @@ from rayzero.orchestrator.control.weight_versions import WeightVersions
 from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.policies.placement import CallState
 from rayzero.orchestrator.progress import JobProgress
+from rayzero.orchestrator.top.format import count_of
 from rayzero.workers.chaos.spec import FaultFired
 from rayzero.workers.messages import (
     Crashed,
     Divided,
     Finished,
     Joined,
+    Left,
     LogLine,
     Mirrored,
     Pinned,
@@ -97,7 +99,7 @@ class MessageDispatcher:
         redone = self._rewind(message.step)
         self._events.warn(
             f"the script has loaded its own checkpoint of step {message.step}, with a client state "
-            f"that says where to start: {redone} finished step{'s' * (redone != 1)} will be done "
+            f"that says where to start: {count_of(redone, 'finished step')} will be done "
             "again (none, if it loads only `if engine.global_steps == 0`, and skips their data)"
         )
 
@@ -127,7 +129,7 @@ class MessageDispatcher:
         else:
             self._on_left(worker, message)
 
-    def _on_left(self, worker: int, message: Finished | Stopped | Crashed) -> None:
+    def _on_left(self, worker: int, message: Left) -> None:
         generation = self._members.generation
         if self._members.registry.is_ahead(worker):
             if not self._members.registry.is_alive(worker):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rayzero.engine.errors import RayzeroError
 from rayzero.orchestrator import machine
-from rayzero.orchestrator.control.calls import Calls, WorkerUnavailableError
+from rayzero.orchestrator.control.calls import Calls
 from rayzero.orchestrator.control.generation import GenerationState
 from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
@@ -48,7 +48,7 @@ class Kills:
     _pending: set[asyncio.Task[None]] = field(default_factory=set)
 
     def begin(self, worker: int) -> None:
-        killing = self._loop.spawn(self._kill(worker))
+        killing = self._loop.spawn(self._calls.end_process(worker, self._workers.kill))
         self._pending.add(killing)
         killing.add_done_callback(self._pending.discard)
 
@@ -58,10 +58,6 @@ class Kills:
             exits = asyncio.wait(set(self._pending))
             with suppress(TimeoutError):
                 await self._loop.within(KILL_TIMEOUT_S, exits)
-
-    async def _kill(self, worker: int) -> None:
-        with suppress(WorkerUnavailableError):
-            await self._calls.worker_reply(worker, self._workers.kill(worker))
 
 
 @dataclass(eq=False)

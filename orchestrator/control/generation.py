@@ -17,11 +17,11 @@ from rayzero.workers.messages import (
     Finished,
     InProcessStateInfo,
     Joined,
+    Left,
     Notes,
     RankAssignment,
     RankMessage,
     Restored,
-    Stopped,
     WorkerInfo,
 )
 from rayzero.workers.step_rows import Heartbeats, combine_beats
@@ -153,7 +153,7 @@ class GenerationState(ObservedState):
             self._changed()
         return self.all_restored
 
-    def on_left(self, worker: int, message: Finished | Stopped | Crashed, at_s: float) -> bool:
+    def on_left(self, worker: int, message: Left, at_s: float) -> bool:
         """Records a member that left; a crash becomes a fault. Returns False if it was not
         active."""
         if not self._concerns(worker, message):

@@ -55,7 +55,7 @@ class NodeHealth:
     def start(self) -> None:
         """Has every vault check its node. Called before the first vault starts."""
         if self._spec.enabled:
-            self._vaults.check_nodes(self._spec.limit_s)
+            self._vaults.health_limit_s = self._spec.limit_s
 
     async def look_at(self, workers: Sequence[WorkerInfo]) -> None:
         """Judges the nodes of workers that are about to join, by the reports that have come. Other

@@ -66,7 +66,7 @@ class Reattachment:
         )
         registry.members = generation.selection.indices
         generation.active = {status.info.index for status in found.present}
-        self._vaults.members_know(found.vault_addresses())
+        self._vaults.used_addresses = found.vault_addresses()
         step = max(facts.step, found.step)
         generation.advance_to(step + 1)
         self._roles.rollouts.address = spec.rollouts

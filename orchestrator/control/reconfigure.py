@@ -293,7 +293,10 @@ class Rendezvous:
         number = self._numbers.next()
         assignments = members.assign(selection)
         notes = members.generation.notes(restore.step) if restore is not None else b""
-        self._vaults.generation_uses(worker.node_id for worker in selection.members)
+        known = members.vault_addresses
+        self._vaults.used_addresses = {
+            w.node_id: known.get(w.node_id, "") for w in selection.members
+        }
         generation = members.generation = GenerationState(
             number, selection, assignments, restore, self._loop.changed.notify
         )

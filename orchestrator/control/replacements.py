@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rayzero.orchestrator.control.calls import Calls, WorkerUnavailableError
+from rayzero.orchestrator.control.calls import Calls
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
@@ -134,13 +132,9 @@ class Replacements:
 
     async def relocate(self, worker: WorkerInfo) -> None:
         """Ends a worker's process, and starts one in its place on another node."""
-        await self._await_end(worker, self._workers.kill(worker.index))
+        await self._calls.end_process(worker.index, self._workers.kill)
         self._replace(worker)
 
     async def release(self, worker: WorkerInfo) -> None:
         """Ends a worker that is not needed, and gives up its reservation."""
-        await self._await_end(worker, self._workers.release_worker(worker.index))
-
-    async def _await_end(self, worker: WorkerInfo, ending: Awaitable[None]) -> None:
-        with suppress(WorkerUnavailableError):
-            await self._calls.worker_reply(worker.index, ending)
+        await self._calls.end_process(worker.index, self._workers.release_worker)

@@ -26,6 +26,7 @@ from rayzero.orchestrator.policies.recovery import (
     slot_refs,
 )
 from rayzero.orchestrator.progress import JobProgress
+from rayzero.orchestrator.top.format import count_of
 from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.vault.records import Restore
 
@@ -131,5 +132,5 @@ class RestoreSelector:
             return
         self._events.warn(
             f"no complete copy of the state is left in memory: going back to {text}; "
-            f"{redone} finished step{'s' * (redone != 1)} will be done again"
+            f"{count_of(redone, 'finished step')} will be done again"
         )

@@ -27,9 +27,8 @@ class RoleBudget:
     def __post_init__(self) -> None:
         recovery = self._plan.spec.recovery
         self._budget = FaultBudget(recovery.max_faults, recovery.fault_window_s)
-        past = self._events.facts.roles.get(self._plan.name)
-        now_s = self._loop.now_s()
-        self._faults = [] if past is None else past.faults_on_clock(now_s, time())
+        past = self._events.facts.role(self._plan.name)
+        self._faults = past.faults_on_clock(self._loop.now_s(), time())
 
     def record(self, fault: Fault, running: int) -> float | None:
         """Records a fault; `running` workers are left. Returns the delay of the replacement; None

@@ -78,10 +78,8 @@ class RolePool:
 
     def __post_init__(self) -> None:
         workers = self.plan.spec.workers
-        self.least, self.most = workers.min, workers.most
-        past = self._events.facts.roles.get(self.plan.name)
-        if past is not None:  # of the run that is adopted
-            self.least, self.most = past.scaled or (self.least, self.most)
+        past = self._events.facts.role(self.name)  # of the run that is adopted, if there is one
+        self.least, self.most = past.scaled or (workers.min, workers.most)
         patience_s = self.plan.worker_spec.patience_s
         self._inbox = WorkerInbox(
             self._loop, self._members, self._group, patience_s, self._on_message, self._on_lost
@@ -102,8 +100,7 @@ class RolePool:
         return sum(worker.has_begun for worker in self.workers.values())
 
     def status(self) -> RoleStatus:
-        facts = self._events.facts.roles.get(self.name)
-        faults = {} if facts is None else dict(sorted(facts.faults.items()))
+        faults = dict(sorted(self._events.facts.role(self.name).faults.items()))
         return RoleStatus(self.running, self.least, self.most, len(self.finished), faults)
 
     async def run(self) -> None:
@@ -126,8 +123,7 @@ class RolePool:
     async def resume(self, found: Sequence[WorkerStatus]) -> None:
         """Continues with the workers that have outlived a lost controller, and starts the missing
         ones. Runs until it is cancelled at the end of the job."""
-        if (past := self._events.facts.roles.get(self.name)) is not None:
-            self.finished.update(past.returned)
+        self.finished.update(self._events.facts.role(self.name).returned)
         for status in sorted(found, key=lambda status: status.info.index, reverse=True):
             self._take_over(status)
         self._inbox.start(self.workers)
@@ -348,9 +344,7 @@ class RolePool:
 
     async def _replace(self, info: WorkerInfo, delay_s: float) -> None:
         """Starts a worker in the reservation of a worker whose process is used up."""
-        await self._suppress_loss(
-            self._calls.worker_reply(info.index, self._group.kill(info.index))
-        )
+        await self._calls.end_process(info.index, self._group.kill)
         if self.plan.spec.workers.gpus:
             limit_s = self.plan.resources.timeout_s
             await self._calls.wait_exited(info.node_id, info.pid, limit_s)
@@ -361,8 +355,7 @@ class RolePool:
         self._on_change()
 
     async def _release(self, info: WorkerInfo) -> None:
-        ending = self._group.release_worker(info.index)
-        await self._suppress_loss(self._calls.worker_reply(info.index, ending))
+        await self._calls.end_process(info.index, self._group.release_worker)
         self._on_change()
 
     @staticmethod

@@ -34,7 +34,7 @@ class RolloutBuffer:
 
     Args:
         _plan: None if the job has no rollouts.
-        _stages: the role of each stage.
+        _stages: the roles that make rollouts, each of which takes the output of the previous one.
         _patience_s: `recovery.patience_s` of the job.
     """
 

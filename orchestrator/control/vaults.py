@@ -50,7 +50,7 @@ class VaultManager:
     on_stalled: Callable[[ProcessStalled], None] = lambda _: None
     removed: int = 0
     """How many vaults were lost or closed."""
-    _used_addresses: dict[str, str] = field(default_factory=dict)
+    used_addresses: Mapping[str, str] = field(default_factory=dict)
     """The addresses that the newest generation's members know, by node."""
     _unused_since_s: dict[str, float] = field(default_factory=dict)
 
@@ -111,19 +111,11 @@ class VaultManager:
             return []
         return [StoredSlot(slot, node) for slot in slots]
 
-    def generation_uses(self, nodes: Iterable[str]) -> None:
-        """Records that the new generation uses the current vaults of these nodes."""
-        self._used_addresses = {node: self._members.vault_addresses.get(node, "") for node in nodes}
-
-    def members_know(self, addresses: Mapping[str, str]) -> None:
-        """Records the addresses that a lost controller's generation uses, by node."""
-        self._used_addresses = dict(addresses)
-
     def address_changed(self) -> bool:
         """Returns whether the generation's members use an outdated address of a vault that is up
         again."""
         current = self._members.vault_addresses
-        return any(current.get(node, used) != used for node, used in self._used_addresses.items())
+        return any(current.get(node, used) != used for node, used in self.used_addresses.items())
 
     def on_step_finished(self) -> None:
         """Closes vaults on nodes that have had no workers for a while, so that the autoscaler can

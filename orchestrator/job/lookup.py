@@ -131,7 +131,7 @@ def status_from_journal(path: str, name: str) -> JobStatus:
     try:
         least, most = history.scaled_limits or (int(workers["min"]), int(workers["max"]))
         roles = {
-            name: _role_status(role["workers"], history.roles.get(name, RoleFacts()))
+            name: _role_status(role["workers"], history.role(name))
             for name, role in history.spec.get("roles", {}).items()
         }
     except (AttributeError, LookupError, TypeError, ValueError, OverflowError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from rayzero.orchestrator.aio import Clock, with_timeout
+from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.results import JobResult, write_summary
 
@@ -30,7 +30,8 @@ async def save_summary(
             await clock.sleep(SUMMARY_RETRY_S)
 
     try:
-        await with_timeout(clock, limit_s, write())
+        async with clock.timeout(limit_s):
+            await write()
     except TimeoutError:
         reason = reasons[-1] if reasons else "no answer from the disk"
         raise JobFailedError(

@@ -9,7 +9,7 @@ from rayzero.orchestrator.metrics.job_metrics import JobMetrics
 from rayzero.orchestrator.metrics.role_table import RoleValues
 from rayzero.orchestrator.metrics.series import Sample, Samples, counter, gauge
 from rayzero.orchestrator.policies.failure import HARDWARE_CAUSES, USER_CODE_CAUSES
-from rayzero.orchestrator.role_facts import MAX_ROLE_ENTRIES, RoleFacts
+from rayzero.orchestrator.role_facts import MAX_ROLE_ENTRIES
 from rayzero.workers.rollouts.counts import RolloutCounts
 
 
@@ -18,7 +18,7 @@ def role_rows(job: JobMetrics) -> dict[str, dict[str, Any]]:
     has the number of workers over time, in the form that the generations of the ranks have."""
     rows: dict[str, dict[str, Any]] = {}
     for name, role in job.spec.roles.items():
-        facts = job.facts.roles.get(name, RoleFacts())
+        facts = job.facts.role(name)
         reported = job.roles.by_role.get(name, RoleValues())
         least, most = facts.scaled or (role.workers.min, role.workers.most)
         rows[name] = {
@@ -87,7 +87,7 @@ def _faults_in_window(job: JobMetrics) -> Mapping[str, float]:
             sum(
                 fault.cause in causes
                 and fault.at_s > job.now().unix_s - role.recovery.fault_window_s
-                for fault in job.facts.roles.get(name, RoleFacts()).seen_faults
+                for fault in job.facts.role(name).seen_faults
             )
             for causes in (HARDWARE_CAUSES, USER_CODE_CAUSES)
         )

@@ -28,7 +28,13 @@ from rayzero.orchestrator.aio import Clock
 from rayzero.orchestrator.background_writer import BackgroundWriter, WriteQueue
 from rayzero.orchestrator.console import PlainConsole
 from rayzero.orchestrator.facts import EventBus
-from rayzero.orchestrator.job_events import JOB_EVENTS, JobEvent, RolloutsCounted, StateEntered
+from rayzero.orchestrator.job_events import (
+    JOB_EVENTS,
+    FrequentEvent,
+    JobEvent,
+    RolloutsCounted,
+    StateEntered,
+)
 from rayzero.orchestrator.metrics.catalog import job_families, rank_families
 from rayzero.orchestrator.metrics.job_metrics import JobMetrics, Timestamps
 from rayzero.orchestrator.metrics.snapshot import (
@@ -90,10 +96,14 @@ class Telemetry:
             raise
         events.subscribe(self._on_event, JOB_EVENTS)
         # Thousands of these arrive in a second, so each has a handler that reads no clock.
-        events.subscribe(self._on_rows, (StepRows,))
-        events.subscribe(self._on_heartbeats, (Heartbeats,))
-        events.subscribe(self._on_role_report, (RoleReport,))
-        events.subscribe(self._on_rollouts, (RolloutsCounted,))
+        frequent: dict[type[FrequentEvent], Callable[[Any], None]] = {
+            StepRows: self._metrics.ranks.on_rows,
+            Heartbeats: self._metrics.ranks.on_heartbeats,
+            RoleReport: self._metrics.roles.on_report,
+            RolloutsCounted: self._metrics.roles.on_counts,
+        }
+        for event_type, handler in frequent.items():
+            events.subscribe(partial(self._count, handler), (event_type,))
 
     def close(self) -> None:
         if self._endpoint is not None:
@@ -113,21 +123,9 @@ class Telemetry:
             for queue in self._step_queues:
                 queue.put(event)
 
-    def _on_rows(self, rows: StepRows) -> None:
+    def _count(self, handler: Callable[[Any], None], event: FrequentEvent) -> None:
         with self._lock:
-            self._metrics.ranks.on_rows(rows)
-
-    def _on_heartbeats(self, beats: Heartbeats) -> None:
-        with self._lock:
-            self._metrics.ranks.on_heartbeats(beats)
-
-    def _on_role_report(self, report: RoleReport) -> None:
-        with self._lock:
-            self._metrics.roles.on_report(report)
-
-    def _on_rollouts(self, event: RolloutsCounted) -> None:
-        with self._lock:
-            self._metrics.roles.on_counts(event)
+            handler(event)
 
     def snapshot(self) -> dict[str, Any]:
         """Returns the current state of the job as JSON-ready data. Thread-safe."""

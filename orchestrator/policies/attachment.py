@@ -15,6 +15,7 @@ from rayzero.workers.messages import (
     Assignment,
     Crashed,
     Joined,
+    Left,
     RankAssignment,
     Stopped,
     WorkerInfo,
@@ -142,12 +143,8 @@ def _vault(status: WorkerStatus) -> str:
     return "" if status.assignment is None else status.assignment.vault
 
 
-def _waits(status: WorkerStatus) -> Stopped | Crashed | None:
+def _waits(status: WorkerStatus) -> Left | None:
     """Returns the message with which a function began to wait for the next generation; None if it
     does not wait."""
-    left = [
-        message
-        for message in status.messages
-        if isinstance(message, Stopped | Crashed) and message.stays
-    ]
+    left = [message for message in status.messages if isinstance(message, Left) and message.stays]
     return left[-1] if left else None

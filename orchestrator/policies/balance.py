@@ -47,7 +47,7 @@ class Balancer:
         samples; empty for even shares."""
         current = self._shares if members == self._members else ()
         self._members = members
-        self._begin(balance_shares(samples_per_s, current) if self.enabled else ())
+        self.on_divided(balance_shares(samples_per_s, current) if self.enabled else ())
         self._before, self._wait_steps = None, WINDOW_STEPS
         return self._shares
 
@@ -95,9 +95,6 @@ class Balancer:
 
     def on_divided(self, shares: tuple[float, ...]) -> None:
         """Records that the ranks have begun to use these shares."""
-        self._begin(shares)
-
-    def _begin(self, shares: tuple[float, ...]) -> None:
         self._shares, self._counts = shares, ()
         self._is_proposed = False
         self._steps_s.clear()

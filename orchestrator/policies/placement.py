@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.policies.failure import LOSS_CAUSES, Fault, incidents
+from rayzero.orchestrator.top.format import count_of
 from rayzero.workers.messages import RankAssignment, WorkerInfo
 
 _LEAST_SHARE = 0.01  # of a CPU or GPU; less is what Ray's view of free resources lags
@@ -85,8 +86,7 @@ def cluster_too_small_error(
     return JobFailedError(
         f"the cluster has room for {fits} of at least {need.min_workers} workers with {each} "
         f"each{waited}: it has {cpus:g} CPU and {gpus:g} GPU on "
-        f"{len(nodes)} node{'s' * (len(nodes) != 1)}, "
-        f"of which {free.cpus:g} CPU and {free.gpus:g} GPU are free"
+        f"{count_of(len(nodes), 'node')}, of which {free.cpus:g} CPU and {free.gpus:g} GPU are free"
         + (f"; it waited for {missing}" if missing else ""),
         allowed=f"free resources for {need.min_workers} workers within {need.timeout_s:g} s "
         "(workers.start_timeout_s)",

@@ -24,7 +24,6 @@ from rayzero.orchestrator.aio import (
     Clock,
     PendingReplies,
     WorkerReports,
-    with_timeout,
 )
 from rayzero.orchestrator.control.vaults import BEAT_WAIT_S
 from rayzero.orchestrator.errors import (
@@ -351,11 +350,9 @@ class FakeCluster:
                 gauges |= {"replicated_step": self.replicated[1], "replicated_bytes": 64.0}
             if last:
                 memory = self._memory(process)
-                messages.append(Finished(assign.generation, assign.rank, {}, {}, 1, memory))
+                messages.append(Finished(assign.generation, assign.rank, {}, {}, 1, memory=memory))
             elif drain:
-                stays = self._stays(process)
-                memory = self._memory(process)
-                messages.append(Stopped(assign.generation, assign.rank, memory, stays, self.bound))
+                messages.append(self._stopped(process, assign))
             if last or drain:
                 process.assign, process.drain = None, False
             self.send(process.info.index, *messages)
@@ -426,9 +423,13 @@ class FakeCluster:
             process.leaving = True
             return
         process.assign, process.drain, process.leaving = None, False, False
-        memory, stays = self._memory(process), self._stays(process)
-        stopped = Stopped(assign.generation, assign.rank, memory, stays, self.bound)
+        stopped = self._stopped(process, assign)
         self.send(process.info.index, replace(stopped, notes=process.notes))
+
+    def _stopped(self, process: FakeProcess, assign: Assignment) -> Stopped:
+        memory, stays = self._memory(process), self._stays(process)
+        end = {"memory": memory, "stays": stays, "keeps_rank": self.bound}
+        return Stopped(assign.generation, assign.rank, **end)
 
     def _join(self, generation: int) -> None:
         """Let all ranks join once all have their assignments."""
@@ -573,7 +574,8 @@ class FakeCluster:
         try:
             if (timeout_s := self.next_poll_s - self.clock.now()) <= 0:
                 raise TimeoutError  # else messages at one time could put the reply off for ever
-            outputs = [await with_timeout(self.clock, timeout_s, self.messages.get())]
+            async with self.clock.timeout(timeout_s):
+                outputs = [await self.messages.get()]
         except TimeoutError:
             self.next_poll_s = self.clock.now() + WORKER_POLL_S
             polled = [
@@ -788,7 +790,8 @@ class FakeVaultGroup:
             if vault.failure == "broken":
                 raise VaultLostError("its thread has ended")
             with suppress(TimeoutError):
-                events = await with_timeout(clock, BEAT_WAIT_S, vault.events.get())
+                async with clock.timeout(BEAT_WAIT_S):
+                    events = await vault.events.get()
                 if isinstance(events, VaultLostError):
                     raise events
                 return events
@@ -817,9 +820,6 @@ class FakeVaultGroup:
             vault.files.append((folder, ref))
             files.append(RankFile(f"rank-{ref.rank}", 64, "", "", 0, ref.rank, BlockIndex(), {}))
         return files
-
-    def check_nodes(self, limit_s: float) -> None:
-        self.health_limit_s = limit_s
 
     async def check_health(self, node_id: str, limit_s: float) -> None:
         self._vault(node_id)

@@ -36,8 +36,14 @@ _MAX_FRAMES = 64
 _MAX_BYTES = 4 * 2**20
 """Limit for frames that are sent and not acknowledged. Beyond it, messages wait in the outbox,
 which drops log lines and details of reports for which it has no room."""
-_WAITS = (Heartbeat, LogLine, RoleReport, StepReport)
-_CHANGES = (Heartbeat, StepReport, Joined, Prepared, Restored, Mirrored, Pinned, Stopped)
+_CHANGES = {Heartbeat, StepReport, Joined, Prepared, Restored, Mirrored, Pinned, Stopped}
+_KINDS: dict[FrameKind, set[type[WorkerMessage]]] = {
+    FrameKind.QUIET: {Heartbeat},
+    FrameKind.STEPS: {Heartbeat, StepReport},
+    FrameKind.REPORTS: {Heartbeat, StepReport, LogLine, RoleReport},
+    FrameKind.CHANGES: _CHANGES,
+}
+"""The messages that a frame of each kind may have. Other frames are URGENT."""
 
 
 class MessageSender:
@@ -80,16 +86,9 @@ class MessageSender:
             with self._changed:
                 self._changed.wait_for(self._has_room)
             messages = self._poll(BEAT_S)
-            kinds = {type(message) for message in messages}
-            kind = FrameKind.URGENT
-            if kinds <= {Heartbeat}:
-                kind = FrameKind.QUIET
-            elif kinds <= {Heartbeat, StepReport}:
-                kind = FrameKind.STEPS
-            elif kinds <= {*_WAITS}:
-                kind = FrameKind.REPORTS
-            elif kinds <= {*_CHANGES}:
-                kind = FrameKind.CHANGES
+            types = set(map(type, messages))
+            kinds = (kind for kind, allowed in _KINDS.items() if types <= allowed)
+            kind = next(kinds, FrameKind.URGENT)
             self._send(kind, pickle.dumps(messages, pickle.HIGHEST_PROTOCOL))
 
     def _has_room(self) -> bool:

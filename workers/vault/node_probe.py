@@ -82,16 +82,12 @@ def measure_shared_memory(_: int) -> dict[str, float]:
     return {"shared_memory": available_bytes() / _GIB}
 
 
-def measure_gpus(_: int) -> dict[str, float]:
-    return gpu_figures()
-
-
 _MEASUREMENTS: dict[str, Callable[[int], dict[str, float]]] = {
     "compute": measure_compute,
     "memory": measure_memory,
     "disk": measure_disk,
     "shared_memory": measure_shared_memory,
-    "gpu": measure_gpus,
+    "gpu": lambda _: gpu_figures(),
 }
 
 

@@ -8,6 +8,7 @@ reply. The vault checks the requests that it receives; a worker trusts its vault
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from rayzero.engine.errors import DataError
@@ -27,24 +28,17 @@ Descriptors: TypeAlias = list[int]
 """File descriptors for the worker; closed here once they are sent."""
 
 
+@dataclass(eq=False)
 class WorkerRequests:
     """The methods that a worker calls by `VaultClient`. Several threads run them at once, but those
     of one peer in order. A method returns the descriptors of its reply, if it has any; its errors
     are raised in the worker."""
 
-    def __init__(
-        self,
-        node_id: str,
-        registry: SlotRegistry,
-        fetch: FetchRemote,
-        weights: WeightReplicas,
-        replicas: Replicas,
-    ) -> None:
-        self._replicas = replicas
-        self._node_id = node_id
-        self._registry = registry
-        self._fetch = fetch
-        self._weights = weights
+    _node_id: str
+    _registry: SlotRegistry
+    _fetch: FetchRemote
+    _weights: WeightReplicas
+    _replicas: Replicas
 
     def register(self, peer: Peer, worker: int, pid: int, thread: int, report_fd: int) -> None:
         """Identifies the worker behind a connection. `thread` is the native id of a thread that

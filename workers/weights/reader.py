@@ -7,6 +7,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic, sleep
 from typing import NamedTuple
@@ -70,6 +71,7 @@ class LentVersion(NamedTuple):
     paths: tuple[str, ...]
 
 
+@dataclass(eq=False)
 class WeightReader:
     """Reads versions of the weights into models of this process. Used by one thread.
 
@@ -79,26 +81,19 @@ class WeightReader:
     waits for a reader, not even for a stopped one, and allocates nothing for it.
 
     Args:
-        find: returns the newest version that the controller has named; None if there is none yet.
-        vault: returns the connection to this node's vault; None if there is none at the moment.
-        check: called at the start of a read, and while it waits; raises to end the read.
-        limit_s: the longest wait for a version that can be read.
+        _find: returns the newest version that the controller has named; None if there is none yet.
+        _vault: returns the connection to this node's vault; None if there is none at the moment.
+        _check: called at the start of a read, and while it waits; raises to end the read.
+        _limit_s: the longest wait for a version that can be read.
     """
 
-    def __init__(
-        self,
-        find: Callable[[], WeightDirectory | None],
-        vault: Callable[[], VaultClient | None],
-        check: Callable[[], None],
-        limit_s: float,
-    ) -> None:
-        self._find = find
-        self._vault = vault
-        self._check = check
-        self._limit_s = limit_s
-        self._mappings = SlotMappings()
-        self._indexes: dict[int, BlockIndex] = {}
-        self._loaded: WeakKeyDictionary[nn.Module, _Loaded] = WeakKeyDictionary()
+    _find: Callable[[], WeightDirectory | None]
+    _vault: Callable[[], VaultClient | None]
+    _check: Callable[[], None]
+    _limit_s: float
+    _mappings: SlotMappings = field(default_factory=SlotMappings)
+    _indexes: dict[int, BlockIndex] = field(default_factory=dict)
+    _loaded: WeakKeyDictionary[nn.Module, _Loaded] = field(default_factory=WeakKeyDictionary)
 
     @property
     def newest(self) -> WeightVersion | None:

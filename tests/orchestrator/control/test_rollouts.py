@@ -112,7 +112,7 @@ async def test_function_that_returns_makes_no_more_samples(folder: Path):
     group.start()
     await settle()
     await harness.trained(1)
-    group.post(101, Finished(0, 0, {}, {}, 1, None))
+    group.post(101, Finished(0, 0, {}, {}, 1))
     for _ in range(25):
         await harness.clock.advance(1.0)
     failure = await harness.fails(JobFailedError, "role rollout has 0 of at least 1 workers")
