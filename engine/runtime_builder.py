@@ -33,6 +33,7 @@ from rayzero.engine.optim.param_groups import ParamGroups
 from rayzero.engine.precision.norm_buffers import hook_norms
 from rayzero.engine.zero.build_context import BuildContext
 from rayzero.engine.zero.gather_buffers import Block, GatherBuffers
+from rayzero.engine.zero.grad_reduction import GradReduction, UnitGradSpec
 from rayzero.engine.zero.gradients import GradBufferPool, GradStore, PartialGrads, ShardedGrads
 from rayzero.engine.zero.hooks import hook_blocks, hook_gradients
 from rayzero.engine.zero.parameters import (
@@ -43,7 +44,7 @@ from rayzero.engine.zero.parameters import (
     set_param_data,
 )
 from rayzero.engine.zero.placement import Collective, Placement
-from rayzero.engine.zero.reducer import GradReduction, Reducer, UnitGradSpec
+from rayzero.engine.zero.reducer import Reducer
 from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.scratch import map_zeros
 from rayzero.engine.zero.unit import Unit

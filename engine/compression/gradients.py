@@ -20,7 +20,7 @@ from rayzero.engine.errors import ConfigError
 from rayzero.engine.optim.onebit import MomentumReduced
 from rayzero.engine.optim.sharded_optimizer import OptimizerShard, ShardedOptimizer
 from rayzero.engine.zero.build_context import BuildContext
-from rayzero.engine.zero.reducer import ErrorFeedback, GradReduction, UnitGradSpec
+from rayzero.engine.zero.grad_reduction import ErrorFeedback, GradReduction, UnitGradSpec
 
 log = logging.getLogger("rayzero.engine")
 

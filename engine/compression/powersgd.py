@@ -19,7 +19,7 @@ from rayzero.engine.comm.backend import ChainableWork, Work, copy_or_add_
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.compression.quantized import CollectiveSequencer, MultiStageReduce
 from rayzero.engine.layout.flat_layout import ALIGN_NUMEL, ParamSpec, UnitLayout
-from rayzero.engine.zero.reducer import ErrorFeedback
+from rayzero.engine.zero.grad_reduction import ErrorFeedback
 
 
 @dataclass(frozen=True)

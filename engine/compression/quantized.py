@@ -25,7 +25,7 @@ from torch import Tensor
 from rayzero.engine.comm.backend import ChainableWork, Work
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.compression.codecs import Codec
-from rayzero.engine.zero.reducer import ErrorFeedback
+from rayzero.engine.zero.grad_reduction import ErrorFeedback
 
 MAX_IN_FLIGHT = 4  # reductions at a time, since each occupies payload buffers
 

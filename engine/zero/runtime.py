@@ -21,9 +21,10 @@ from rayzero.engine.offload.plan import Offload
 from rayzero.engine.precision.loss_scale import LossScaler
 from rayzero.engine.precision.policy import Precision
 from rayzero.engine.session import StepRequests
+from rayzero.engine.zero.grad_reduction import GradReduction
 from rayzero.engine.zero.parameters import ReplicatedWeights
 from rayzero.engine.zero.placement import Collective, Stage
-from rayzero.engine.zero.reducer import GradReduction, Reducer, no_backward
+from rayzero.engine.zero.reducer import Reducer, no_backward
 from rayzero.engine.zero.step_vote import StepVote, nonfinite_error, vote_on_step
 from rayzero.engine.zero.unit import Unit
 from rayzero.engine.zero.unshard import UnshardScheduler

@@ -17,7 +17,7 @@ from rayzero.engine.compression.quantized import (
     QuantizedReduce,
 )
 from rayzero.engine.layout.flat_layout import ParamSpec, make_layout
-from rayzero.engine.zero.reducer import ErrorFeedback, UnitGradSpec
+from rayzero.engine.zero.grad_reduction import ErrorFeedback, UnitGradSpec
 from tests.engine.comm.gloo_ranks import CPU, connect_gloo, with_and_without_sharing
 from tests.support.ranks import run_ranks
 
