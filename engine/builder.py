@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +24,7 @@ from rayzero.engine.compiling import (
 )
 from rayzero.engine.compression.gradients import OneBitAdamReduction
 from rayzero.engine.config import EngineConfig
-from rayzero.engine.data.batch_sizes import resolve_batch_sizes
+from rayzero.engine.data.batch_sizes import BatchSizes, resolve_batch_sizes
 from rayzero.engine.data.loader import StepLoader
 from rayzero.engine.data.micro_batches import MicroBatches
 from rayzero.engine.data.sample_source import DatasetSource, MapDataset, SampleSource
@@ -235,14 +236,22 @@ def split_step(settings: Settings, collectives: Collectives) -> StepSplit:
     )
 
 
+def use_batches(step: TrainingStep, batches: BatchSizes) -> None:
+    """Changes an engine's batch sizes, between two steps."""
+    step.settings = replace(step.settings, batches=batches)
+    step.meter.step_work.micro_steps = batches.micro_steps
+    progress, world_size = step.state.progress, step.runtime.collectives.world_size
+    progress.global_batch, progress.micro_batch = batches.global_batch, batches.micro_batch
+    progress.micro_batch_weight = 1.0 / (batches.micro_steps * world_size)
+
+
 def make_loader(
     step: TrainingStep,
     data: MapDataset | SampleSource | BlockStream | BlockSource | IterableStream,
     collate_fn: Callable[[list[Any]], Any] | None,
-    session: HostSession | None,
 ) -> StepLoader:
     """Returns the loader of this rank's part of every step."""
-    seed = session.seed if session is not None else 0
+    seed = step.meter.session.seed
     if isinstance(data, BlockSource):
         data = stream(data)
     if isinstance(data, BlockStream):
@@ -303,10 +312,8 @@ def make_sharded_optimizer(
     optimizer = make_optimizer(
         given, config.optimizer, groups, shards, runtime.precision.update_dtype
     )
-    optimizer.bind_whole_params(runtime.units, runtime.collectives, device)
+    bind_optimizer(optimizer, runtime, device)
     optimizer.resets_other_state = config.rayzero.other_optimizer_state == "reset"
-    if isinstance(runtime.grad_reduction, OneBitAdamReduction):
-        runtime.grad_reduction.track_optimizer(optimizer)
     torch_optimizer = optimizer.torch_optimizer
     if config.rayzero.unused_gradients == "none" and isinstance(torch_optimizer, NeedsWholeParams):
         raise ConfigError(
@@ -316,6 +323,13 @@ def make_sharded_optimizer(
             fix='set rayzero.unused_gradients: "zero"',
         )
     return optimizer
+
+
+def bind_optimizer(optimizer: ShardedOptimizer, runtime: ZeroRuntime, device: torch.device) -> None:
+    """Gives an optimizer what it needs of the ranks, beyond its shards."""
+    optimizer.bind_whole_params(runtime.units, runtime.collectives, device)
+    if isinstance(runtime.grad_reduction, OneBitAdamReduction):
+        runtime.grad_reduction.track_optimizer(optimizer)
 
 
 def _make_schedule(

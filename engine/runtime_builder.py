@@ -85,18 +85,19 @@ def make_runtime(
     reducer = Reducer(stores, grad_buffers, overlap=config.zero_optimization.overlap_comm)
     blocks = make_blocks(units, large)
     hooks = hook_gradients(trainable, blocks, reducer)
-    scheduler = None
+    scheduler = UnshardScheduler(
+        blocks,
+        GatherBuffers(blocks, rayzero.gather_buffers),
+        make_weight_gather(config, context),
+        reducer.backward,
+        reshard_after_forward=rayzero.reshard_after_forward,
+    )
     if blocks:
-        scheduler = UnshardScheduler(
-            blocks,
-            GatherBuffers(blocks, rayzero.gather_buffers),
-            make_weight_gather(config, context),
-            reducer.backward,
-            reshard_after_forward=rayzero.reshard_after_forward,
-        )
         hooks += hook_blocks(model, blocks, scheduler)
-    unused_params = _make_unused_params(trainable, config)
-    hooks += unused_params.hook() if unused_params is not None else []
+    is_error = not config.zero_optimization.ignore_unused_parameters
+    is_tracked = is_error or rayzero.unused_gradients == "none"
+    unused_params = UnusedParams(trainable if is_tracked else (), is_error=is_error)
+    hooks += unused_params.hook()
     return ZeroRuntime(
         stage=stage,
         precision=context.precision,
@@ -110,12 +111,6 @@ def make_runtime(
         unused_params=unused_params,
         hooks=hooks + hook_norms(model),
     )
-
-
-def _make_unused_params(units: Sequence[Unit], config: EngineConfig) -> UnusedParams | None:
-    is_error = not config.zero_optimization.ignore_unused_parameters
-    is_tracked = is_error or config.rayzero.unused_gradients == "none"
-    return UnusedParams(units, is_error=is_error) if is_tracked else None
 
 
 def make_grad_buffers(

@@ -121,7 +121,8 @@ class TrainingStep:
             self.runtime.collectives.detached = self.micro_batches.stale.is_next
         args, kwargs = self.forward_inputs(module, args, kwargs)
         counted = self.meter.step_work.track_forward(module, (args, kwargs))
-        with counted, self.runtime.precision.forward_context(), self.runtime.checking_reads(module):
+        checked = self.runtime.unshard_scheduler.checking_reads(module)
+        with counted, self.runtime.precision.forward_context(), checked:
             output = module(*args, **kwargs)
         self.own_backward.watch(output)
         return output
@@ -266,8 +267,7 @@ class TrainingStep:
         self.runtime.discard_gradients()
         self.abandon()
         self._progress.lose_step(before)
-        if self.runtime.unshard_scheduler is not None:
-            self.runtime.unshard_scheduler.abandon()  # its gathered weights are undefined
+        self.runtime.unshard_scheduler.abandon()  # its gathered weights are undefined
         self.micro_batches.stale.end_step()
         if not self.reforming.lose_step():
             return

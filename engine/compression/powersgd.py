@@ -70,10 +70,10 @@ class PowerSGDReduce:
         self._sequencer = sequencer
         self._layout = layout
         residuals = feedback.local
-        large = [spec for spec in layout.params if _worthwhile(spec, rank)]
-        lefts = sum(spec.shape[0] * rank for spec in large)
-        rights = sum(_matrix_shape(spec)[1] * rank for spec in large)
-        small = layout.logical_numel - sum(spec.numel for spec in large)
+        large = {i: spec for i, spec in enumerate(layout.params) if _worthwhile(spec, rank)}
+        small = {i: spec for i, spec in enumerate(layout.params) if i not in large}
+        lefts = sum(spec.shape[0] * rank for spec in large.values())
+        rights = sum(_matrix_shape(spec)[1] * rank for spec in large.values())
 
         def zeros(numel: int) -> Tensor:
             """Returns a buffer for all-reduces, whose length divides into equal parts."""
@@ -81,16 +81,12 @@ class PowerSGDReduce:
             length = -(-max(numel, 1) // step) * step
             return collectives.zeros(length, residuals.dtype, residuals.device)
 
-        self._first_buffer, self._second_buffer = zeros(lefts + small), zeros(rights)
+        self._first_buffer = zeros(lefts + sum(spec.numel for spec in small.values()))
+        self._second_buffer = zeros(rights)
         self.factors: dict[int, MatrixFactors] = {}
         self._uncompressed: dict[int, Tensor] = {}  # parts of the first buffer, after the factors
         left = right = 0
-        specs = sorted(enumerate(layout.params), key=lambda item: not _worthwhile(item[1], rank))
-        for index, spec in specs:
-            if not _worthwhile(spec, rank):
-                self._uncompressed[index] = self._first_buffer[left : left + spec.numel]
-                left += spec.numel
-                continue
+        for index, spec in large.items():
             rows, columns = _matrix_shape(spec)
             self.factors[index] = factors = MatrixFactors(
                 spec.name,
@@ -101,6 +97,9 @@ class PowerSGDReduce:
             )
             factors.reset_basis()
             left, right = left + rows * rank, right + columns * rank
+        for index, spec in small.items():
+            self._uncompressed[index] = self._first_buffer[left : left + spec.numel]
+            left += spec.numel
         self._left_factors: dict[int, Tensor] = {}
         self._last_reduce: MultiStageReduce | None = None
 

@@ -128,6 +128,8 @@ def make_weight_gather(config: EngineConfig, context: BuildContext) -> WeightGat
     collectives, device = context.collectives, context.device
     zero, section = config.zero_optimization, config.rayzero.compression
     gather = WeightGather(collectives)
+    if not context.stage.shards_weights:
+        return gather
     if zero.zero_quantized_weights:
         gather = QuantizedGather(CODECS["int8"](section.block_size), collectives, device)
     size = hpz_group_size(

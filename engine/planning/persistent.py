@@ -122,12 +122,12 @@ def _take_step(runtime: ZeroRuntime, optimizer: ShardedOptimizer, micro_steps: i
 
     Returns the bytes of gradients that are copied into the dtype of the main weights.
     """
+    scheduler = runtime.unshard_scheduler
     for micro_step in range(micro_steps):
-        if (scheduler := runtime.unshard_scheduler) is not None:
-            scheduler.root_pre_forward()
-            for block in scheduler.blocks[::-1]:
-                scheduler.pre_forward(block)
-                scheduler.post_forward(block)
+        scheduler.root_pre_forward()
+        for block in scheduler.blocks[::-1]:
+            scheduler.pre_forward(block)
+            scheduler.post_forward(block)
         with runtime.backward_pass(first=micro_step == 0, last=micro_step == micro_steps - 1):
             pass  # no gradient arrives: all are zeros
     runtime.reducer.wait()

@@ -62,7 +62,7 @@ def save_state(
         ranges = [part for part in state.pack().ranges if frozen or not part.constant]
         block = pack_block(ranges)
         memory = torch.zeros(block.index.nbytes, dtype=torch.uint8).numpy().data
-        block.copy_to(memory, constants=True)
+        block.copy_to(memory)
         metadata = json.loads(state.metadata()) | {"client_state": client_state, "frozen": frozen}
         rank, world_size = collectives.rank, collectives.world_size
         written = write_rank_file(

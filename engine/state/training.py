@@ -223,12 +223,7 @@ class TrainingState:
 
     def metadata(self) -> bytes:
         """Returns the JSON part of this rank, as UTF-8."""
-        return self.capture_metadata()()
-
-    def capture_metadata(self) -> Callable[[], bytes]:
-        """Captures the JSON part as of now. Returns a function that encodes it, to be called before
-        the next update, which changes scalars in it. Only that call waits for the device."""
-        return partial(metadata.encode, self.capture_document())
+        return metadata.encode(self.capture_document())
 
     def capture_document(self) -> dict[str, Any]:
         """Returns the JSON part as of now, for `metadata.encode`."""
