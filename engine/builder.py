@@ -82,18 +82,18 @@ def build_training_step(
             apply_leaf_names(model, config.zero_optimization.leaf_module)
             refuse_compiled(modules_around(model, _find_blocks(model, config)))
         groups = _resolve_param_groups(config, model, model_parameters, optimizer)
-        collectives, device = connect_alone() if session.builds_alone else connect_collectives()
+        collectives = connect_alone() if session.builds_alone else connect_collectives()
         if session.in_job:
             collectives.wait_observer = session.on_collective_wait
         restoring = source is not None
         context = make_build_context(
-            config, model, collectives, device, restoring=restoring, elastic=session.in_job
+            config, model, collectives, restoring=restoring, elastic=session.in_job
         )
         precision = context.precision
-        settings = resolve_settings(config, precision, collectives, device, session.shares)
+        settings = resolve_settings(config, precision, collectives, session.shares)
         runtime = make_runtime(model, groups, config, context, settings.post_reduce_scale)
         undo.callback(runtime.remove_hooks)
-        sharded = make_sharded_optimizer(runtime, groups, optimizer, config, context.device)
+        sharded = make_sharded_optimizer(runtime, groups, optimizer, config)
         schedule = _make_schedule(sharded.torch_optimizer, lr_scheduler, config)
         batches = settings.batches
         progress = TrainingProgress(
@@ -101,7 +101,7 @@ def build_training_step(
             global_batch=batches.global_batch,
             micro_batch=batches.micro_batch,
         )
-        state = TrainingState(model, runtime, sharded, schedule, progress, context.device)
+        state = TrainingState(model, runtime, sharded, schedule, progress)
         if source is not None:
             state.load(source)
             for tensor in context.unequal:
@@ -110,7 +110,8 @@ def build_training_step(
         compile_model(model, config)
     if session.in_job and "dynamic" not in config.compile.kwargs:
         keep_batch_size_dynamic(model, runtime.hooks)
-    peak = config.rayzero.peak_flops or peak_flops(device, precision.model_dtype(torch.float32))
+    dtype = precision.model_dtype(torch.float32)
+    peak = config.rayzero.peak_flops or peak_flops(collectives.device, dtype)
     work = StepWork(batches.micro_steps, peak, flops_per_token(runtime))
     meter = StepMeter(runtime, sharded, progress, session, config, work)
     micro_batches = MicroBatches(progress, split_step(settings, collectives), session)
@@ -170,7 +171,6 @@ def make_build_context(
     config: EngineConfig,
     model: nn.Module,
     collectives: Collectives,
-    device: torch.device,
     *,
     restoring: bool,
     elastic: bool,
@@ -178,9 +178,9 @@ def make_build_context(
 ) -> BuildContext:
     """Returns the build context of one rank. `precision` is that of an engine that is re-cut; by
     default it is chosen for the config. On the meta device an engine can be built, but not run."""
-    zero = config.zero_optimization
+    zero, device = config.zero_optimization, collectives.device
     precision = precision or choose_precision(config, device)
-    offload = plan_offload(zero, precision, device, collectives)
+    offload = plan_offload(zero, precision, collectives)
     # One rank shards nothing, unless shards are stored in other memory than the device's, or the
     # engine may be re-cut for ranks that join later.
     is_fixed = not (offload.separate_memory or elastic)
@@ -204,7 +204,6 @@ def resolve_settings(
     config: EngineConfig,
     precision: Precision,
     collectives: Collectives,
-    device: torch.device,
     shares: Sequence[float],
 ) -> Settings:
     """Returns the settings for these ranks. Raises ConfigError if the batch sizes do not fit the
@@ -219,7 +218,7 @@ def resolve_settings(
         predivide=config.gradient_predivide_factor,
     )
     factor = float(world_size) if config.gradient_allreduce_op == "sum" else 1.0
-    return Settings(config, batches, device, scale * factor, factor)
+    return Settings(config, batches, collectives.device, scale * factor, factor)
 
 
 def split_step(settings: Settings, collectives: Collectives) -> StepSplit:
@@ -306,13 +305,12 @@ def make_sharded_optimizer(
     groups: ParamGroups,
     given: OptimizerLike | None,
     config: EngineConfig,
-    device: torch.device,
 ) -> ShardedOptimizer:
     shards = optimizer_shards(runtime.units)
     optimizer = make_optimizer(
         given, config.optimizer, groups, shards, runtime.precision.update_dtype
     )
-    bind_optimizer(optimizer, runtime, device)
+    bind_optimizer(optimizer, runtime)
     optimizer.resets_other_state = config.rayzero.other_optimizer_state == "reset"
     torch_optimizer = optimizer.torch_optimizer
     if config.rayzero.unused_gradients == "none" and isinstance(torch_optimizer, NeedsWholeParams):
@@ -325,9 +323,9 @@ def make_sharded_optimizer(
     return optimizer
 
 
-def bind_optimizer(optimizer: ShardedOptimizer, runtime: ZeroRuntime, device: torch.device) -> None:
+def bind_optimizer(optimizer: ShardedOptimizer, runtime: ZeroRuntime) -> None:
     """Gives an optimizer what it needs of the ranks, beyond its shards."""
-    optimizer.bind_whole_params(runtime.units, runtime.collectives, device)
+    optimizer.bind_whole_params(runtime.units, runtime.collectives)
     if isinstance(runtime.grad_reduction, OneBitAdamReduction):
         runtime.grad_reduction.track_optimizer(optimizer)
 

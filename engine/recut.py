@@ -178,7 +178,7 @@ class GroupSurvival:
                 false.
             ConfigError: the batch sizes do not fit the ranks.
         """
-        backend, device = connect_backend()  # an error here leaves the engine unchanged
+        backend, _ = connect_backend()  # an error here leaves the engine unchanged
         step = self._step
         runtime = step.runtime
         runtime.collectives.in_step = True  # so that nothing waits for the previous group
@@ -193,12 +193,11 @@ class GroupSurvival:
             config,
             self._model,
             collectives,
-            device,
             restoring=True,
             elastic=True,
             precision=precision,
         )
-        step.settings = resolve_settings(config, precision, collectives, device, shares)
+        step.settings = resolve_settings(config, precision, collectives, shares)
         step.state.recut(kept, _Recut(step, self._model, context, kept).run, undoes=undoes)
         step.meter.open_monitors()
         self._divide_steps(step.settings.batches)
@@ -338,7 +337,7 @@ class _Recut:
         runtime.offload.close()
         runtime.offload = context.offload
         self._optimizer.rebind(shards)
-        bind_optimizer(self._optimizer, runtime, context.device)
+        bind_optimizer(self._optimizer, runtime)
         buffers_in_state = [part for part in buffer_ranges(self._model) if self._has(part.shapes)]
         read_ranges(buffers_in_state, self._source, self._held)
         load_residuals(runtime, self._optimizer, self._tensors, self._source)

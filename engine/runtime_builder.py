@@ -124,9 +124,9 @@ def make_grad_buffers(
     # All buffers have the widest of the grad dtypes, into which the other dtypes convert exactly.
     dtypes = [context.precision.grad_dtype(plan.params[0].dtype) for plan in trainable]
     widest = max(dtypes, key=lambda dtype: dtype.itemsize)
-    zeros, device = context.collectives.zeros, context.device
-    part_numel = config.zero_optimization.reduce_bucket_size or get_device(device).part_numel
-    return GradBufferPool(lambda numel: zeros(numel, widest, device), NUM_GRAD_BUFFERS, part_numel)
+    zeros, device = context.collectives.zeros, get_device(context.device)
+    part_numel = config.zero_optimization.reduce_bucket_size or device.part_numel
+    return GradBufferPool(lambda numel: zeros(numel, widest), NUM_GRAD_BUFFERS, part_numel)
 
 
 def _plan_units(
@@ -182,7 +182,7 @@ def make_unit(
         op = reduction.reduce_op(UnitGradSpec(layout, dtype, shard, replicated))
         transfer = store.grad_transfer
         if buffers is None:
-            flat = context.collectives.zeros(layout.numel, dtype, context.device)
+            flat = context.collectives.zeros(layout.numel, dtype)
             collective = stage.gradient_collective
             grads = PartialGrads(layout, flat, owned, collective, op, transfer, shard=shard)
         else:
@@ -212,7 +212,7 @@ def _make_weights(plan: UnitPlan, original: Tensor, context: BuildContext) -> We
     if gather is not None:
         values = context.offload.host_shard(values.numel(), dtype).copy_(values)
     elif sharded or dtype is not original.dtype:
-        values = collectives.zeros(values.numel(), dtype, context.device).copy_(values)
+        values = collectives.zeros(values.numel(), dtype).copy_(values)
     if sharded:
         return ShardedWeights(plan.layout, plan.params, values, gather)
     return ReplicatedWeights(plan.layout, plan.params, values)
@@ -245,7 +245,7 @@ def _flatten_unit(plan: UnitPlan, context: BuildContext) -> Tensor:
     if context.stage.shards_weights:  # only a shard of the buffer is kept
         flat = context.scratch.flat(plan.layout.numel, dtype).zero_()
     else:
-        flat = context.collectives.zeros(plan.layout.numel, dtype, context.device)
+        flat = context.collectives.zeros(plan.layout.numel, dtype)
     if context.restoring:
         return flat
     for view, param in zip(param_views(plan.layout, flat), plan.params, strict=True):

@@ -79,7 +79,7 @@ class PowerSGDReduce:
             """Returns a buffer for all-reduces, whose length divides into equal parts."""
             step = ALIGN_NUMEL * layout.world_size
             length = -(-max(numel, 1) // step) * step
-            return collectives.zeros(length, residuals.dtype, residuals.device)
+            return collectives.zeros(length, residuals.dtype)
 
         self._first_buffer = zeros(lefts + sum(spec.numel for spec in small.values()))
         self._second_buffer = zeros(rights)

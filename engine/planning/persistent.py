@@ -103,8 +103,8 @@ def _count_rank(
     rank: int,
     held_grads: Callable[[list[Unit]], int],
 ) -> Counter[str]:
-    device, collectives = torch.device("meta"), Collectives(AbsentRanks(rank, world_size))
-    context = make_build_context(config, model, collectives, device, restoring=True, elastic=False)
+    collectives = Collectives(AbsentRanks(rank, world_size), torch.device("meta"))
+    context = make_build_context(config, model, collectives, restoring=True, elastic=False)
     runtime = make_runtime(model, groups, config, context, 1.0)
     try:
         optimizer = _make_optimizer(runtime, groups, config)
@@ -153,10 +153,10 @@ def _make_optimizer(
 ) -> ShardedOptimizer:
     """Returns the rank's optimizer with the state that a step creates."""
     if config.optimizer is None:  # the script makes the optimizer: its state is not known
-        return make_sharded_optimizer(runtime, groups, None, config, torch.device("meta"))
+        return make_sharded_optimizer(runtime, groups, None, config)
     with torch.device("cpu"):
         trial, states = _step_small_params(config.optimizer, groups)
-    optimizer = make_sharded_optimizer(runtime, groups, trial, config, torch.device("meta"))
+    optimizer = make_sharded_optimizer(runtime, groups, trial, config)
     for shard in optimizer.shards:
         state = optimizer.torch_optimizer.state[shard.weight]
         for key, value in states[shard.group].items():

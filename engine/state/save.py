@@ -55,7 +55,7 @@ def save_state(
         latest: whether to update the file `latest`.
         frozen: whether to include frozen parameters.
     """
-    (folder, tag), device = target, settings.device
+    folder, tag = target
     url = join_url(folder, tag)
 
     def write() -> dict[str, Any]:
@@ -77,7 +77,7 @@ def save_state(
         base = vars(written.base) if written.base else None
         return vars(written) | {"block_index": block.index.to_json(), "base": base}
 
-    files = [_rank_file(document) for document in run_on_all_ranks(collectives, device, write)]
+    files = [_rank_file(document) for document in run_on_all_ranks(collectives, write)]
 
     def commit() -> None:
         if collectives.rank:
@@ -93,7 +93,7 @@ def save_state(
         for entry in unused:
             job.remove(entry.name)
 
-    run_on_all_ranks(collectives, device, commit)
+    run_on_all_ranks(collectives, commit)
 
 
 def _rank_file(document: dict[str, Any]) -> RankFile:

@@ -60,10 +60,9 @@ class TrainingState:
         optimizer: ShardedOptimizer,
         scheduler: Scheduler | None,
         progress: TrainingProgress,
-        device: torch.device,
     ) -> None:
         self.progress = progress
-        self.device = get_device(device)
+        self.device = get_device(runtime.collectives.device)
         self.altered = False
         self._constants_writes = 0
         self.copied_by: RunningCopy | None = None

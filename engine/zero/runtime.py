@@ -114,7 +114,7 @@ class ZeroRuntime:
         vote = vote_on_step(parts, loss, factor, self.collectives, requests, used)
         scaler = self.precision.scaler
         if scaler.cannot_decrease and not vote.finite:
-            raise nonfinite_error(self.units, self.collectives, scaler.value, loss.device)
+            raise nonfinite_error(self.units, self.collectives, scaler.value)
         return vote
 
     def take_unused(self, vote: StepVote) -> UnusedRanges:

@@ -297,7 +297,6 @@ class DeepSpeedEngine(nn.Module):
         state = without_frozen(self.module, gathered, exclude_frozen_parameters)
         run_on_all_ranks(
             self._engine.internals.runtime.collectives,
-            self.device,
             lambda: None if self.rank else write_model_file(state, path),
         )
         return True
