@@ -89,9 +89,8 @@ def build_training_step(
         context = make_build_context(
             config, model, collectives, restoring=restoring, elastic=session.in_job
         )
-        precision = context.precision
-        settings = resolve_settings(config, precision, collectives, session.shares)
-        runtime = make_runtime(model, groups, config, context, settings.post_reduce_scale)
+        settings = resolve_settings(context, session.shares)
+        runtime = make_runtime(model, groups, context, settings.post_reduce_scale)
         undo.callback(runtime.remove_hooks)
         sharded = make_sharded_optimizer(runtime, groups, optimizer, config)
         schedule = _make_schedule(sharded.torch_optimizer, lr_scheduler, config)
@@ -110,12 +109,12 @@ def build_training_step(
         compile_model(model, config)
     if session.in_job and "dynamic" not in config.compile.kwargs:
         keep_batch_size_dynamic(model, runtime.hooks)
-    dtype = precision.model_dtype(torch.float32)
+    dtype = context.precision.model_dtype(torch.float32)
     peak = config.rayzero.peak_flops or peak_flops(collectives.device, dtype)
     work = StepWork(batches.micro_steps, peak, flops_per_token(runtime))
     meter = StepMeter(runtime, sharded, progress, session, config, work)
     micro_batches = MicroBatches(progress, split_step(settings, collectives), session)
-    step = TrainingStep(runtime, sharded, schedule, state, settings, meter, micro_batches)
+    step = TrainingStep(runtime, sharded, state, settings, meter, micro_batches)
     follow_zero_grad(model, step.tracker)
     return step
 
@@ -188,6 +187,7 @@ def make_build_context(
     if not config.rayzero.reduce_each_micro_step:
         stage = stage.without_micro_step_reductions()
     return BuildContext(
+        config=config,
         stage=stage,
         precision=precision,
         collectives=collectives,
@@ -200,25 +200,20 @@ def make_build_context(
     )
 
 
-def resolve_settings(
-    config: EngineConfig,
-    precision: Precision,
-    collectives: Collectives,
-    shares: Sequence[float],
-) -> Settings:
+def resolve_settings(context: BuildContext, shares: Sequence[float]) -> Settings:
     """Returns the settings for these ranks. Raises ConfigError if the batch sizes do not fit the
     number of ranks."""
-    world_size = collectives.world_size
+    config, world_size = context.config, context.collectives.world_size
     batches = resolve_batch_sizes(config, world_size, shares)
     scale = post_reduce_scale(
         batches.micro_steps,
         world_size,
-        average_before_reduce=precision.average_before_reduce,
+        average_before_reduce=context.precision.average_before_reduce,
         prescale=config.prescale_gradients,
         predivide=config.gradient_predivide_factor,
     )
     factor = float(world_size) if config.gradient_allreduce_op == "sum" else 1.0
-    return Settings(config, batches, collectives.device, scale * factor, factor)
+    return Settings(config, batches, scale * factor, factor)
 
 
 def split_step(settings: Settings, collectives: Collectives) -> StepSplit:
@@ -266,7 +261,7 @@ def make_loader(
         data,
         step.micro_batches,
         collate_fn,
-        step.settings.device,
+        step.runtime.collectives.device,
         step.reforming,
         step.settings.config.rayzero.loader,
     )
@@ -301,10 +296,7 @@ def make_model(model: nn.Module | Callable[[], nn.Module] | None) -> nn.Module:
 
 
 def make_sharded_optimizer(
-    runtime: ZeroRuntime,
-    groups: ParamGroups,
-    given: OptimizerLike | None,
-    config: EngineConfig,
+    runtime: ZeroRuntime, groups: ParamGroups, given: OptimizerLike | None, config: EngineConfig
 ) -> ShardedOptimizer:
     shards = optimizer_shards(runtime.units)
     optimizer = make_optimizer(

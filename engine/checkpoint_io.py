@@ -58,15 +58,8 @@ def save_checkpoint(
     tag = answers[0][0]
     if len(tags) > 1 and validation == "Warn" and collectives.rank == 0:
         log.warning("save_checkpoint got different tags: %s; rank 0's, %r, is used", tags, tag)
-    save_state(
-        step.state,
-        collectives,
-        step.settings,
-        (folder, tag),
-        answers[0][1],
-        latest=latest,
-        frozen=include_frozen,
-    )
+    target = folder, tag
+    save_state(step.state, collectives, target, answers[0][1], latest=latest, frozen=include_frozen)
     return True
 
 
@@ -200,8 +193,5 @@ def load_model_state(
     ]
     source = TensorSource(tensors, {"step": 0})
     options = LoadOptions(strict=strict, optimizer=False, scheduler=False, progress=False)
-    run_on_all_ranks(
-        step.runtime.collectives,
-        lambda: step.state.load_from(source, options),
-    )
+    run_on_all_ranks(step.runtime.collectives, lambda: step.state.load_from(source, options))
     step.state.sync_model_weights()

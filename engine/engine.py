@@ -364,7 +364,7 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
 
     @property
     def device(self) -> torch.device:
-        return self.settings.device
+        return self._runtime.collectives.device
 
     @property
     def rank(self) -> int:

@@ -190,14 +190,9 @@ class GroupSurvival:
         collectives, precision = runtime.collectives, runtime.precision
         config = with_saved_batch_sizes(step.settings.config, source.metadata(0))
         context = make_build_context(
-            config,
-            self._model,
-            collectives,
-            restoring=True,
-            elastic=True,
-            precision=precision,
+            config, self._model, collectives, restoring=True, elastic=True, precision=precision
         )
-        step.settings = resolve_settings(config, precision, collectives, shares)
+        step.settings = resolve_settings(context, shares)
         step.state.recut(kept, _Recut(step, self._model, context, kept).run, undoes=undoes)
         step.meter.open_monitors()
         self._divide_steps(step.settings.batches)
@@ -305,10 +300,9 @@ class _Recut:
         """Replaces the tensors, unit by unit. Not collective."""
         runtime = self._runtime
         context = self._context
-        config = self._step.settings.config
-        reduction = make_grad_reduction(config, context, self._step.settings.post_reduce_scale)
+        reduction = make_grad_reduction(context, self._step.settings.post_reduce_scale)
         plans = [_plan_again(unit, context) for unit in runtime.units]
-        buffers = make_grad_buffers(plans, context, config)
+        buffers = make_grad_buffers(plans, context)
         stores = context.offload.state_stores(plans)
         before: defaultdict[str, list[OptimizerShard]] = defaultdict(list)
         for shard in self._optimizer.shards:
@@ -332,7 +326,7 @@ class _Recut:
                 self._optimizer.torch_optimizer.state.pop(shard.weight, None)
         grads = [(unit.grads, len(unit.params)) for unit in runtime.units if unit.grads is not None]
         runtime.reducer.connect(grads, buffers)
-        runtime.unshard_scheduler.reconnect(make_weight_gather(config, context))
+        runtime.unshard_scheduler.reconnect(make_weight_gather(context))
         runtime.grad_reduction = reduction
         runtime.offload.close()
         runtime.offload = context.offload

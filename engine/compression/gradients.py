@@ -14,7 +14,6 @@ from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.compression.codecs import CODECS, Codec, SignCodec
 from rayzero.engine.compression.powersgd import PowerSGDReduce
 from rayzero.engine.compression.quantized import CodecContext, CollectiveSequencer, QuantizedReduce
-from rayzero.engine.config import EngineConfig
 from rayzero.engine.config.compression import is_onebit, selected_codecs
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.optim.onebit import MomentumReduced
@@ -196,14 +195,12 @@ def make_error_feedback(
     return ErrorFeedback(unit, local, shard)
 
 
-def make_grad_reduction(
-    config: EngineConfig, context: BuildContext, factor: float
-) -> GradReduction:
+def make_grad_reduction(context: BuildContext, factor: float) -> GradReduction:
     """Returns the gradient reduction that a config selects. `factor` is the one by which reduced
     gradients are still to be multiplied, apart from the loss scale."""
+    config, collectives = context.config, context.collectives
     name = next(iter(selected_codecs(config).values()), "none")
     section = config.rayzero.compression
-    collectives = context.collectives
     factor /= context.precision.scaler.value
     if is_onebit(config):
         codec: Codec = SignCodec(section.block_size or 128)

@@ -10,7 +10,6 @@ from rayzero.engine.comm.backend import ChainableWork, GatherOp, rank_chunk
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.compression.codecs import CODECS, Codec
 from rayzero.engine.compression.quantized import PayloadBuffers
-from rayzero.engine.config import EngineConfig
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.zero.build_context import BuildContext
 from rayzero.engine.zero.parameters import ShardedWeights, WeightGather
@@ -118,10 +117,10 @@ class _SecondaryShard:
         return self._inner.all_gather(full, part).then(keep)
 
 
-def make_weight_gather(config: EngineConfig, context: BuildContext) -> WeightGather:
+def make_weight_gather(context: BuildContext) -> WeightGather:
     """Returns the all-gather of sharded weights that a config selects. Raises ConfigError if the
     size of hpZ groups does not divide the world size."""
-    collectives = context.collectives
+    config, collectives = context.config, context.collectives
     zero, section = config.zero_optimization, config.rayzero.compression
     gather = WeightGather(collectives)
     if not context.stage.shards_weights:

@@ -53,10 +53,7 @@ class MicroBatches:
     """
 
     def __init__(
-        self,
-        progress: TrainingProgress,
-        split: StepSplit,
-        session: HostSession = NO_HOST,
+        self, progress: TrainingProgress, split: StepSplit, session: HostSession = NO_HOST
     ) -> None:
         self.progress = progress
         self.split = split

@@ -105,7 +105,7 @@ def _count_rank(
 ) -> Counter[str]:
     collectives = Collectives(AbsentRanks(rank, world_size), torch.device("meta"))
     context = make_build_context(config, model, collectives, restoring=True, elastic=False)
-    runtime = make_runtime(model, groups, config, context, 1.0)
+    runtime = make_runtime(model, groups, context, 1.0)
     try:
         optimizer = _make_optimizer(runtime, groups, config)
         micro_steps = resolve_batch_sizes(config, world_size).micro_steps

@@ -178,11 +178,11 @@ class DeepSpeedEngine(nn.Module):
     def lr_scheduler(self) -> Scheduler | None:
         """The learning rate schedule, which the engine's `step()` steps. A script may replace it,
         or set None and step a schedule of its own, as Lightning does."""
-        return self._engine.internals.scheduler
+        return self._engine.state.scheduler
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Scheduler | None) -> None:
-        self._engine.internals.scheduler = self._engine.state.scheduler = scheduler
+        self._engine.state.scheduler = scheduler
 
     def set_lr(self, lr: float) -> None:
         """Sets every parameter group's learning rate, which a schedule overwrites."""
