@@ -94,12 +94,7 @@ def build_training_step(
         undo.callback(runtime.remove_hooks)
         sharded = make_sharded_optimizer(runtime, groups, optimizer, config)
         schedule = _make_schedule(sharded.torch_optimizer, lr_scheduler, config)
-        batches = settings.batches
-        progress = TrainingProgress(
-            micro_batch_weight=1.0 / (batches.micro_steps * runtime.collectives.world_size),
-            global_batch=batches.global_batch,
-            micro_batch=batches.micro_batch,
-        )
+        progress = TrainingProgress()
         state = TrainingState(model, runtime, sharded, schedule, progress)
         if source is not None:
             state.load(source)
@@ -111,10 +106,11 @@ def build_training_step(
         keep_batch_size_dynamic(model, runtime.hooks)
     dtype = context.precision.model_dtype(torch.float32)
     peak = config.rayzero.peak_flops or peak_flops(collectives.device, dtype)
-    work = StepWork(batches.micro_steps, peak, flops_per_token(runtime))
+    work = StepWork(settings.batches.micro_steps, peak, flops_per_token(runtime))
     meter = StepMeter(runtime, sharded, progress, session, config, work)
     micro_batches = MicroBatches(progress, split_step(settings, collectives), session)
     step = TrainingStep(runtime, sharded, state, settings, meter, micro_batches)
+    use_batches(step, settings.batches)
     follow_zero_grad(model, step.tracker)
     return step
 
