@@ -27,6 +27,7 @@ from benchmarks.step_time import Plan as Shape
 from benchmarks.systems import ADAMW, CLIP_NORM
 from examples.gpt.model import GPT
 from rayzero.engine.session import NO_REQUESTS, HostSession, StepRequests, use_session
+from rayzero.engine.state.composite import CompositeState
 from rayzero.workers.messages import Assignment, MirrorPolicy
 from rayzero.workers.mirror import Mirror
 from rayzero.workers.training_thread import StopFlag
@@ -62,13 +63,13 @@ class MirrorSession(HostSession):
         policy = MirrorPolicy(replicas=1, every_steps=1)
         interrupt = StopFlag(sys.exit)
         self.mirror = Mirror(policy, assignment, None, client, lambda message: None, interrupt)
-        self.engine: rayzero.Engine | None = None
+        self.state = CompositeState()
         self.enabled = False
         self.copy_s: list[float] = []
         self._step = 0
 
     def on_engine_ready(self, engine: rayzero.Engine) -> None:
-        self.engine = engine
+        self.state.add("", engine.state)
 
     def step_requests(self) -> StepRequests:
         self.mirror.settle()  # where copies run beside training, the one of the last step
@@ -76,9 +77,9 @@ class MirrorSession(HostSession):
 
     def on_step_end(self, metrics: dict[str, float], agreed: StepRequests) -> None:
         self._step += 1
-        if self.enabled and self.engine is not None:
+        if self.enabled:
             start_s = perf_counter()
-            self.mirror.step_done(self._step, agreed, self.engine.state)
+            self.mirror.step_done(self._step, agreed, self.state)
             self.copy_s.append(perf_counter() - start_s)
 
 

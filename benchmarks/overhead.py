@@ -193,7 +193,7 @@ def main() -> None:
         patch.object(
             builder,
             "connect_collectives",
-            lambda: (Collectives(nccl.NcclBackend(None)), torch.device("cpu")),
+            lambda: Collectives(nccl.NcclBackend(None)),
         ),
     ):
         rows = measure(args.rounds)

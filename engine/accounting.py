@@ -46,9 +46,7 @@ def bytes_by_class(runtime: ZeroRuntime, optimizer: ShardedOptimizer) -> dict[st
     same names with the prefix `host_` or `disk_`.
     """
     scheduler, reduction = runtime.unshard_scheduler, runtime.grad_reduction
-    gather = scheduler.weight_gather if scheduler is not None else None
     grad_buffers = pool.buffers if (pool := runtime.reducer.buffer_pool) is not None else []
-    gathered = scheduler.buffers.total_bytes if scheduler is not None else 0
     total = Counter(
         model_weights=sum(param.nbytes for param in runtime.ungrouped_params.values()),
         main_weights=0,
@@ -58,12 +56,12 @@ def bytes_by_class(runtime: ZeroRuntime, optimizer: ShardedOptimizer) -> dict[st
         )
         + sum(tensor.nbytes for _, tensor in reduction.replicated_state()),
         optimizer_state=sum(tensor.nbytes for _, tensor in optimizer.replicated_state()),
-        second_shards=gather.secondary_bytes if gather is not None else 0,
-        slots=gathered,
+        second_shards=scheduler.weight_gather.secondary_bytes,
+        slots=scheduler.buffers.total_bytes,
         grad_slots=sum(buffer.nbytes for buffer in grad_buffers),
         staging=runtime.collectives.staging_bytes
         + reduction.buffer_bytes
-        + (gather.buffer_bytes if gather is not None else 0),
+        + scheduler.weight_gather.buffer_bytes,
     )
     for name, kind, tensor in _persistent_tensors(runtime, optimizer):
         total[name if kind is MemoryKind.DEVICE else f"{kind.value}_{name}"] += tensor.nbytes

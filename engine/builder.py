@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +24,7 @@ from rayzero.engine.compiling import (
 )
 from rayzero.engine.compression.gradients import OneBitAdamReduction
 from rayzero.engine.config import EngineConfig
-from rayzero.engine.data.batch_sizes import resolve_batch_sizes
+from rayzero.engine.data.batch_sizes import BatchSizes, resolve_batch_sizes
 from rayzero.engine.data.loader import StepLoader
 from rayzero.engine.data.micro_batches import MicroBatches
 from rayzero.engine.data.sample_source import DatasetSource, MapDataset, SampleSource
@@ -81,26 +82,20 @@ def build_training_step(
             apply_leaf_names(model, config.zero_optimization.leaf_module)
             refuse_compiled(modules_around(model, _find_blocks(model, config)))
         groups = _resolve_param_groups(config, model, model_parameters, optimizer)
-        collectives, device = connect_alone() if session.builds_alone else connect_collectives()
+        collectives = connect_alone() if session.builds_alone else connect_collectives()
         if session.in_job:
             collectives.wait_observer = session.on_collective_wait
         restoring = source is not None
         context = make_build_context(
-            config, model, collectives, device, restoring=restoring, elastic=session.in_job
+            config, model, collectives, restoring=restoring, elastic=session.in_job
         )
-        precision = context.precision
-        settings = resolve_settings(config, precision, collectives, device, session.shares)
-        runtime = make_runtime(model, groups, config, context, settings.post_reduce_scale)
+        settings = resolve_settings(context, session.shares)
+        runtime = make_runtime(model, groups, context, settings.post_reduce_scale)
         undo.callback(runtime.remove_hooks)
-        sharded = make_sharded_optimizer(runtime, groups, optimizer, config, context.device)
+        sharded = make_sharded_optimizer(runtime, groups, optimizer, config)
         schedule = _make_schedule(sharded.torch_optimizer, lr_scheduler, config)
-        batches = settings.batches
-        progress = TrainingProgress(
-            micro_batch_weight=1.0 / (batches.micro_steps * runtime.collectives.world_size),
-            global_batch=batches.global_batch,
-            micro_batch=batches.micro_batch,
-        )
-        state = TrainingState(model, runtime, sharded, schedule, progress, context.device)
+        progress = TrainingProgress()
+        state = TrainingState(model, runtime, sharded, schedule, progress)
         if source is not None:
             state.load(source)
             for tensor in context.unequal:
@@ -109,11 +104,13 @@ def build_training_step(
         compile_model(model, config)
     if session.in_job and "dynamic" not in config.compile.kwargs:
         keep_batch_size_dynamic(model, runtime.hooks)
-    peak = config.rayzero.peak_flops or peak_flops(device, precision.model_dtype(torch.float32))
-    work = StepWork(batches.micro_steps, peak, flops_per_token(runtime))
+    dtype = context.precision.model_dtype(torch.float32)
+    peak = config.rayzero.peak_flops or peak_flops(collectives.device, dtype)
+    work = StepWork(settings.batches.micro_steps, peak, flops_per_token(runtime))
     meter = StepMeter(runtime, sharded, progress, session, config, work)
     micro_batches = MicroBatches(progress, split_step(settings, collectives), session)
-    step = TrainingStep(runtime, sharded, schedule, state, settings, meter, micro_batches)
+    step = TrainingStep(runtime, sharded, state, settings, meter, micro_batches)
+    use_batches(step, settings.batches)
     follow_zero_grad(model, step.tracker)
     return step
 
@@ -169,7 +166,6 @@ def make_build_context(
     config: EngineConfig,
     model: nn.Module,
     collectives: Collectives,
-    device: torch.device,
     *,
     restoring: bool,
     elastic: bool,
@@ -177,9 +173,9 @@ def make_build_context(
 ) -> BuildContext:
     """Returns the build context of one rank. `precision` is that of an engine that is re-cut; by
     default it is chosen for the config. On the meta device an engine can be built, but not run."""
-    zero = config.zero_optimization
+    zero, device = config.zero_optimization, collectives.device
     precision = precision or choose_precision(config, device)
-    offload = plan_offload(zero, precision, device, collectives)
+    offload = plan_offload(zero, precision, collectives)
     # One rank shards nothing, unless shards are stored in other memory than the device's, or the
     # engine may be re-cut for ranks that join later.
     is_fixed = not (offload.separate_memory or elastic)
@@ -187,6 +183,7 @@ def make_build_context(
     if not config.rayzero.reduce_each_micro_step:
         stage = stage.without_micro_step_reductions()
     return BuildContext(
+        config=config,
         stage=stage,
         precision=precision,
         collectives=collectives,
@@ -199,26 +196,20 @@ def make_build_context(
     )
 
 
-def resolve_settings(
-    config: EngineConfig,
-    precision: Precision,
-    collectives: Collectives,
-    device: torch.device,
-    shares: Sequence[float],
-) -> Settings:
+def resolve_settings(context: BuildContext, shares: Sequence[float]) -> Settings:
     """Returns the settings for these ranks. Raises ConfigError if the batch sizes do not fit the
     number of ranks."""
-    world_size = collectives.world_size
+    config, world_size = context.config, context.collectives.world_size
     batches = resolve_batch_sizes(config, world_size, shares)
     scale = post_reduce_scale(
         batches.micro_steps,
         world_size,
-        average_before_reduce=precision.average_before_reduce,
+        average_before_reduce=context.precision.average_before_reduce,
         prescale=config.prescale_gradients,
         predivide=config.gradient_predivide_factor,
     )
     factor = float(world_size) if config.gradient_allreduce_op == "sum" else 1.0
-    return Settings(config, batches, device, scale * factor, factor)
+    return Settings(config, batches, scale * factor, factor)
 
 
 def split_step(settings: Settings, collectives: Collectives) -> StepSplit:
@@ -235,14 +226,22 @@ def split_step(settings: Settings, collectives: Collectives) -> StepSplit:
     )
 
 
+def use_batches(step: TrainingStep, batches: BatchSizes) -> None:
+    """Changes an engine's batch sizes, between two steps."""
+    step.settings = replace(step.settings, batches=batches)
+    step.meter.step_work.micro_steps = batches.micro_steps
+    progress, world_size = step.state.progress, step.runtime.collectives.world_size
+    progress.global_batch, progress.micro_batch = batches.global_batch, batches.micro_batch
+    progress.micro_batch_weight = 1.0 / (batches.micro_steps * world_size)
+
+
 def make_loader(
     step: TrainingStep,
     data: MapDataset | SampleSource | BlockStream | BlockSource | IterableStream,
     collate_fn: Callable[[list[Any]], Any] | None,
-    session: HostSession | None,
 ) -> StepLoader:
     """Returns the loader of this rank's part of every step."""
-    seed = session.seed if session is not None else 0
+    seed = step.meter.session.seed
     if isinstance(data, BlockSource):
         data = stream(data)
     if isinstance(data, BlockStream):
@@ -258,7 +257,7 @@ def make_loader(
         data,
         step.micro_batches,
         collate_fn,
-        step.settings.device,
+        step.runtime.collectives.device,
         step.reforming,
         step.settings.config.rayzero.loader,
     )
@@ -293,20 +292,14 @@ def make_model(model: nn.Module | Callable[[], nn.Module] | None) -> nn.Module:
 
 
 def make_sharded_optimizer(
-    runtime: ZeroRuntime,
-    groups: ParamGroups,
-    given: OptimizerLike | None,
-    config: EngineConfig,
-    device: torch.device,
+    runtime: ZeroRuntime, groups: ParamGroups, given: OptimizerLike | None, config: EngineConfig
 ) -> ShardedOptimizer:
     shards = optimizer_shards(runtime.units)
     optimizer = make_optimizer(
         given, config.optimizer, groups, shards, runtime.precision.update_dtype
     )
-    optimizer.bind_whole_params(runtime.units, runtime.collectives, device)
+    bind_optimizer(optimizer, runtime)
     optimizer.resets_other_state = config.rayzero.other_optimizer_state == "reset"
-    if isinstance(runtime.grad_reduction, OneBitAdamReduction):
-        runtime.grad_reduction.track_optimizer(optimizer)
     torch_optimizer = optimizer.torch_optimizer
     if config.rayzero.unused_gradients == "none" and isinstance(torch_optimizer, NeedsWholeParams):
         raise ConfigError(
@@ -316,6 +309,13 @@ def make_sharded_optimizer(
             fix='set rayzero.unused_gradients: "zero"',
         )
     return optimizer
+
+
+def bind_optimizer(optimizer: ShardedOptimizer, runtime: ZeroRuntime) -> None:
+    """Gives an optimizer what it needs of the ranks, beyond its shards."""
+    optimizer.bind_whole_params(runtime.units, runtime.collectives)
+    if isinstance(runtime.grad_reduction, OneBitAdamReduction):
+        runtime.grad_reduction.track_optimizer(optimizer)
 
 
 def _make_schedule(

@@ -41,11 +41,11 @@ def save_checkpoint(
     include_frozen: bool,
 ) -> bool:
     """See `Engine.save`."""
-    collectives, device = step.runtime.collectives, step.settings.device
+    collectives = step.runtime.collectives
     if is_late(step.state.progress, f"checkpoint {tag}", collectives.rank):
         return False
     answers = run_on_all_ranks(
-        collectives, device, lambda: [check_tag(tag), encode_client_state(client_state)]
+        collectives, lambda: [check_tag(tag), encode_client_state(client_state)]
     )
     tags = sorted({given for given, _ in answers})
     validation = step.settings.config.checkpoint.tag_validation
@@ -58,15 +58,8 @@ def save_checkpoint(
     tag = answers[0][0]
     if len(tags) > 1 and validation == "Warn" and collectives.rank == 0:
         log.warning("save_checkpoint got different tags: %s; rank 0's, %r, is used", tags, tag)
-    save_state(
-        step.state,
-        collectives,
-        step.settings,
-        (folder, tag),
-        answers[0][1],
-        latest=latest,
-        frozen=include_frozen,
-    )
+    target = folder, tag
+    save_state(step.state, collectives, target, answers[0][1], latest=latest, frozen=include_frozen)
     return True
 
 
@@ -86,13 +79,13 @@ def load_checkpoint(
     step: TrainingStep, folder: str, tag: str | None, options: LoadOptions
 ) -> tuple[str | None, dict[str, Any] | None]:
     """See `Engine.load`."""
-    collectives, device = step.runtime.collectives, step.settings.device
+    collectives = step.runtime.collectives
     step.state.progress.ask_place()
 
     def resolve() -> str | None:
         return None if collectives.rank else resolve_checkpoint(folder, tag)
 
-    path = run_on_all_ranks(collectives, device, resolve)[0]
+    path = run_on_all_ranks(collectives, resolve)[0]
     if path is None:
         log.warning("there is no checkpoint in %s: nothing was loaded", folder)
         return None, None
@@ -107,7 +100,7 @@ def load_checkpoint(
                 step.state.load_from(source, options)
             return loads, source.step, encoded
 
-    loads, saved_step, encoded = run_on_all_ranks(collectives, device, read)[0]
+    loads, saved_step, encoded = run_on_all_ranks(collectives, read)[0]
     if loads:
         step.state.sync_model_weights()
         step.discard_gradients()
@@ -200,9 +193,5 @@ def load_model_state(
     ]
     source = TensorSource(tensors, {"step": 0})
     options = LoadOptions(strict=strict, optimizer=False, scheduler=False, progress=False)
-    run_on_all_ranks(
-        step.runtime.collectives,
-        step.settings.device,
-        lambda: step.state.load_from(source, options),
-    )
+    run_on_all_ranks(step.runtime.collectives, lambda: step.state.load_from(source, options))
     step.state.sync_model_weights()

@@ -136,10 +136,8 @@ class TokenDropLayer:
         self._config, self._count = config, count
         self._dim = 1 if config.hidden_state_order == "batch_seq_dim" else 0
         self._skipped: tuple[Tensor, Tensor] | None = None  # hidden states, indices
-        self.handles = [
-            layer.register_forward_pre_hook(self._gather, with_kwargs=True),
-            layer.register_forward_hook(self._scatter),
-        ]
+        layer.register_forward_pre_hook(self._gather, with_kwargs=True)
+        layer.register_forward_hook(self._scatter)
 
     def _gather(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._skipped = None
@@ -192,7 +190,7 @@ def drop_tokens(
     layer_type: type[nn.Module],
     config: RandomLtdConfig,
     progress: TrainingProgress,
-) -> list[TokenDropLayer]:
+) -> None:
     """Puts random-LTD's hooks on those layers of type `layer_type` whose numbers the config lists.
     Raises ConfigError if the model has too few layers of that type."""
     layers = [module for module in model.modules() if isinstance(module, layer_type)]
@@ -202,7 +200,5 @@ def drop_tokens(
             f"{len(layers)} layers of type {layer_type.__name__}",
             allowed="numbers from 0",
         )
-    return [
+    for number in sorted(config.random_ltd_layer_id):
         TokenDropLayer(layers[number], config, lambda: kept_tokens(config, progress.step))
-        for number in sorted(config.random_ltd_layer_id)
-    ]

@@ -129,7 +129,7 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
             engine = cls(module, step)
             engine.state.engine_name = name
             if training_data is not None:
-                engine.training_dataloader = make_loader(step, training_data, collate_fn, session)
+                engine.training_dataloader = make_loader(step, training_data, collate_fn)
             session.on_engine_ready(engine)
             undo.pop_all()
         if engine.rank == 0:
@@ -364,7 +364,7 @@ class Engine(metaclass=ABCMeta):  # noqa: B024 -- for `register`
 
     @property
     def device(self) -> torch.device:
-        return self.settings.device
+        return self._runtime.collectives.device
 
     @property
     def rank(self) -> int:

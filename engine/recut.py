@@ -30,23 +30,24 @@ import logging
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rayzero.engine.builder import (
+    bind_optimizer,
     make_build_context,
     resolve_settings,
     split_step,
+    use_batches,
     with_saved_batch_sizes,
 )
 from rayzero.engine.comm.collectives import DETACHED
 from rayzero.engine.comm.process_group import connect_backend
-from rayzero.engine.compression.gradients import OneBitAdamReduction, make_grad_reduction
+from rayzero.engine.compression.gradients import make_grad_reduction
 from rayzero.engine.compression.weights import make_weight_gather
-from rayzero.engine.data.batch_sizes import with_shares
+from rayzero.engine.data.batch_sizes import BatchSizes, with_shares
 from rayzero.engine.layout.reshard import HeldRanges
 from rayzero.engine.layout.state_index import LogicalTensor, StateSource, TensorRange
 from rayzero.engine.layout.units import UnitPlan
@@ -115,17 +116,12 @@ class GroupSurvival:
     def divide(self, shares: Sequence[float]) -> None:
         """Divides the samples of later steps among the ranks by `shares`, which add up to 1. Called
         between the same two steps on all ranks."""
-        step, world_size = self._step, self._collectives.world_size
-        batches = with_shares(step.settings.batches, world_size, shares)
-        step.settings = replace(step.settings, batches=batches)
-        self._divide_steps()
+        sizes = self._step.settings.batches
+        self._divide_steps(with_shares(sizes, self._collectives.world_size, shares))
 
-    def _divide_steps(self) -> None:
-        """Applies the batch sizes of the settings to the loader and the meter."""
-        step, micro_steps = self._step, self._step.settings.batches.micro_steps
-        step.meter.step_work.micro_steps = micro_steps
-        step.state.progress.micro_batch_weight = 1 / (micro_steps * self._collectives.world_size)
-        step.micro_batches.recut(split_step(step.settings, self._collectives))
+    def _divide_steps(self, batches: BatchSizes) -> None:
+        use_batches(self._step, batches)
+        self._step.micro_batches.recut(split_step(self._step.settings, self._collectives))
 
     @property
     def local_reason(self) -> str:
@@ -182,31 +178,24 @@ class GroupSurvival:
                 false.
             ConfigError: the batch sizes do not fit the ranks.
         """
-        backend, device = connect_backend()  # an error here leaves the engine unchanged
+        backend, _ = connect_backend()  # an error here leaves the engine unchanged
         step = self._step
         runtime = step.runtime
         runtime.collectives.in_step = True  # so that nothing waits for the previous group
         step.abandon()
         kept = KeptSource(step.state.private_ranges() if keep else [], source)
-        if runtime.unshard_scheduler is not None:
-            runtime.unshard_scheduler.abandon()
+        runtime.unshard_scheduler.abandon()
         runtime.collectives.abandon()
         runtime.collectives.reconnect(backend)
         collectives, precision = runtime.collectives, runtime.precision
         config = with_saved_batch_sizes(step.settings.config, source.metadata(0))
         context = make_build_context(
-            config,
-            self._model,
-            collectives,
-            device,
-            restoring=True,
-            elastic=True,
-            precision=precision,
+            config, self._model, collectives, restoring=True, elastic=True, precision=precision
         )
-        step.settings = resolve_settings(config, precision, collectives, device, shares)
+        step.settings = resolve_settings(context, shares)
         step.state.recut(kept, _Recut(step, self._model, context, kept).run, undoes=undoes)
         step.meter.open_monitors()
-        self._divide_steps()
+        self._divide_steps(step.settings.batches)
         for buffer in _unsaved_buffers(self._model):
             collectives.broadcast(buffer)
         kept.close()
@@ -311,10 +300,9 @@ class _Recut:
         """Replaces the tensors, unit by unit. Not collective."""
         runtime = self._runtime
         context = self._context
-        config = self._step.settings.config
-        reduction = make_grad_reduction(config, context, self._step.settings.post_reduce_scale)
+        reduction = make_grad_reduction(context, self._step.settings.post_reduce_scale)
         plans = [_plan_again(unit, context) for unit in runtime.units]
-        buffers = make_grad_buffers(plans, context, config)
+        buffers = make_grad_buffers(plans, context)
         stores = context.offload.state_stores(plans)
         before: defaultdict[str, list[OptimizerShard]] = defaultdict(list)
         for shard in self._optimizer.shards:
@@ -322,8 +310,7 @@ class _Recut:
         # From here on only `before` and the list of units refer to the old tensors.
         self._optimizer.rebind(())
         runtime.reducer.connect([], None)
-        scheduler = runtime.unshard_scheduler
-        blocks = {block.module: block for block in scheduler.blocks} if scheduler else {}
+        blocks = {block.module: block for block in runtime.unshard_scheduler.blocks}
         for block in blocks.values():
             block.units.clear()
         shards: list[OptimizerShard] = []
@@ -339,12 +326,12 @@ class _Recut:
                 self._optimizer.torch_optimizer.state.pop(shard.weight, None)
         grads = [(unit.grads, len(unit.params)) for unit in runtime.units if unit.grads is not None]
         runtime.reducer.connect(grads, buffers)
-        if scheduler is not None:
-            scheduler.reconnect(make_weight_gather(config, context))
+        runtime.unshard_scheduler.reconnect(make_weight_gather(context))
         runtime.grad_reduction = reduction
         runtime.offload.close()
         runtime.offload = context.offload
-        self._bind_optimizer(shards)
+        self._optimizer.rebind(shards)
+        bind_optimizer(self._optimizer, runtime)
         buffers_in_state = [part for part in buffer_ranges(self._model) if self._has(part.shapes)]
         read_ranges(buffers_in_state, self._source, self._held)
         load_residuals(runtime, self._optimizer, self._tensors, self._source)
@@ -358,13 +345,6 @@ class _Recut:
             parts += make_optimizer_state(self._optimizer, shard, tensors, self._source)
         read_ranges([part for part in parts if part.ranges], self._source, self._held)
         self._source.drop(tensors)
-
-    def _bind_optimizer(self, shards: Sequence[OptimizerShard]) -> None:
-        optimizer, runtime = self._optimizer, self._runtime
-        optimizer.rebind(shards)
-        optimizer.bind_whole_params(runtime.units, runtime.collectives, self._context.device)
-        if isinstance(runtime.grad_reduction, OneBitAdamReduction):
-            runtime.grad_reduction.track_optimizer(optimizer)
 
     def _has(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         return all(name in self._tensors for name in shapes)

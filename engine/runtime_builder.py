@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from rayzero.engine.compression.gradients import make_grad_reduction
 from rayzero.engine.compression.weights import make_weight_gather
-from rayzero.engine.config import EngineConfig
 from rayzero.engine.device import get_device
 from rayzero.engine.layout.packed import (
     is_packed,
@@ -33,6 +32,7 @@ from rayzero.engine.optim.param_groups import ParamGroups
 from rayzero.engine.precision.norm_buffers import hook_norms
 from rayzero.engine.zero.build_context import BuildContext
 from rayzero.engine.zero.gather_buffers import Block, GatherBuffers
+from rayzero.engine.zero.grad_reduction import GradReduction, UnitGradSpec
 from rayzero.engine.zero.gradients import GradBufferPool, GradStore, PartialGrads, ShardedGrads
 from rayzero.engine.zero.hooks import hook_blocks, hook_gradients
 from rayzero.engine.zero.parameters import (
@@ -43,7 +43,7 @@ from rayzero.engine.zero.parameters import (
     set_param_data,
 )
 from rayzero.engine.zero.placement import Collective, Placement
-from rayzero.engine.zero.reducer import GradReduction, Reducer, UnitGradSpec
+from rayzero.engine.zero.reducer import Reducer
 from rayzero.engine.zero.runtime import ZeroRuntime
 from rayzero.engine.zero.scratch import map_zeros
 from rayzero.engine.zero.unit import Unit
@@ -56,23 +56,19 @@ NUM_GRAD_BUFFERS = 3  # one is filled, one is reduced, one is still read by othe
 
 
 def make_runtime(
-    model: nn.Module,
-    groups: ParamGroups,
-    config: EngineConfig,
-    context: BuildContext,
-    factor: float,
+    model: nn.Module, groups: ParamGroups, context: BuildContext, factor: float
 ) -> ZeroRuntime:
     """Places the model's parameters and connects them to the ranks. Reduced gradients have yet to
     be multiplied by `factor`, loss scaling aside."""
     stage = context.stage
-    reduction = make_grad_reduction(config, context, factor)
-    rayzero = config.rayzero
+    reduction = make_grad_reduction(context, factor)
+    zero, rayzero = context.config.zero_optimization, context.config.rayzero
     place_packed(model, context.device)
     large = find_large_modules(model, rayzero.unshard_modules, rayzero.unshard_min_numel)
-    plans = _plan_units(model, groups, config, context, large)
+    plans = _plan_units(model, groups, context, large)
     if stage.shards_weights and not context.restoring:
         context.materializer.agree_on_files(plans, context.collectives)
-    grad_buffers = make_grad_buffers(plans, context, config)
+    grad_buffers = make_grad_buffers(plans, context)
     units = [
         make_unit(plan, context, grad_buffers, reduction, store)
         for plan, store in zip(plans, context.offload.state_stores(plans), strict=True)
@@ -81,21 +77,22 @@ def make_runtime(
     context.materializer.clear()
     trainable = [unit for unit in units if unit.grads is not None]
     stores = [(unit.grads, len(unit.params)) for unit in units if unit.grads is not None]
-    reducer = Reducer(stores, grad_buffers, overlap=config.zero_optimization.overlap_comm)
+    reducer = Reducer(stores, grad_buffers, overlap=zero.overlap_comm)
     blocks = make_blocks(units, large)
     hooks = hook_gradients(trainable, blocks, reducer)
-    scheduler = None
+    scheduler = UnshardScheduler(
+        blocks,
+        GatherBuffers(blocks, rayzero.gather_buffers),
+        make_weight_gather(context),
+        reducer.backward,
+        reshard_after_forward=rayzero.reshard_after_forward,
+    )
     if blocks:
-        scheduler = UnshardScheduler(
-            blocks,
-            GatherBuffers(blocks, rayzero.gather_buffers),
-            make_weight_gather(config, context),
-            reducer.backward,
-            reshard_after_forward=rayzero.reshard_after_forward,
-        )
         hooks += hook_blocks(model, blocks, scheduler)
-    unused_params = _make_unused_params(trainable, config)
-    hooks += unused_params.hook() if unused_params is not None else []
+    is_error = not zero.ignore_unused_parameters
+    is_tracked = is_error or rayzero.unused_gradients == "none"
+    unused_params = UnusedParams(trainable if is_tracked else (), is_error=is_error)
+    hooks += unused_params.hook()
     return ZeroRuntime(
         stage=stage,
         precision=context.precision,
@@ -111,15 +108,7 @@ def make_runtime(
     )
 
 
-def _make_unused_params(units: Sequence[Unit], config: EngineConfig) -> UnusedParams | None:
-    is_error = not config.zero_optimization.ignore_unused_parameters
-    is_tracked = is_error or config.rayzero.unused_gradients == "none"
-    return UnusedParams(units, is_error=is_error) if is_tracked else None
-
-
-def make_grad_buffers(
-    plans: Sequence[UnitPlan], context: BuildContext, config: EngineConfig
-) -> GradBufferPool | None:
+def make_grad_buffers(plans: Sequence[UnitPlan], context: BuildContext) -> GradBufferPool | None:
     """Returns the buffers from which gradients are reduced into shards, part by part; None where
     gradients are not sharded."""
     trainable = [plan for plan in plans if plan.trainable]
@@ -128,17 +117,13 @@ def make_grad_buffers(
     # All buffers have the widest of the grad dtypes, into which the other dtypes convert exactly.
     dtypes = [context.precision.grad_dtype(plan.params[0].dtype) for plan in trainable]
     widest = max(dtypes, key=lambda dtype: dtype.itemsize)
-    zeros, device = context.collectives.zeros, context.device
-    part_numel = config.zero_optimization.reduce_bucket_size or get_device(device).part_numel
-    return GradBufferPool(lambda numel: zeros(numel, widest, device), NUM_GRAD_BUFFERS, part_numel)
+    zeros, device = context.collectives.zeros, get_device(context.device)
+    part_numel = context.config.zero_optimization.reduce_bucket_size or device.part_numel
+    return GradBufferPool(lambda numel: zeros(numel, widest), NUM_GRAD_BUFFERS, part_numel)
 
 
 def _plan_units(
-    model: nn.Module,
-    groups: ParamGroups,
-    config: EngineConfig,
-    context: BuildContext,
-    large: list[nn.Module],
+    model: nn.Module, groups: ParamGroups, context: BuildContext, large: list[nn.Module]
 ) -> list[UnitPlan]:
     """Returns plans of units in launch order: about the order in which backward completes them."""
     stage, world_size = context.stage, context.collectives.world_size
@@ -152,8 +137,9 @@ def _plan_units(
                 "%d quantized parameters, such as %s (%s), are not sharded: every rank holds them"
             )
             log.info(text, len(kept), kept[0].name, type(kept[0].param).__name__)
-        return plan_blocks(model, params, config.rayzero.unshard_modules, world_size, large)[::-1]
-    zero = config.zero_optimization
+        classes = context.config.rayzero.unshard_modules
+        return plan_blocks(model, params, classes, world_size, large)[::-1]
+    zero = context.config.zero_optimization
     gathered = stage.weight_collective is Collective.ALL_GATHER
     max_numel = zero.allgather_bucket_size if gathered else None
     limits = get_device(context.device).bucket_numel
@@ -186,7 +172,7 @@ def make_unit(
         op = reduction.reduce_op(UnitGradSpec(layout, dtype, shard, replicated))
         transfer = store.grad_transfer
         if buffers is None:
-            flat = context.collectives.zeros(layout.numel, dtype, context.device)
+            flat = context.collectives.zeros(layout.numel, dtype)
             collective = stage.gradient_collective
             grads = PartialGrads(layout, flat, owned, collective, op, transfer, shard=shard)
         else:
@@ -216,7 +202,7 @@ def _make_weights(plan: UnitPlan, original: Tensor, context: BuildContext) -> We
     if gather is not None:
         values = context.offload.host_shard(values.numel(), dtype).copy_(values)
     elif sharded or dtype is not original.dtype:
-        values = collectives.zeros(values.numel(), dtype, context.device).copy_(values)
+        values = collectives.zeros(values.numel(), dtype).copy_(values)
     if sharded:
         return ShardedWeights(plan.layout, plan.params, values, gather)
     return ReplicatedWeights(plan.layout, plan.params, values)
@@ -249,7 +235,7 @@ def _flatten_unit(plan: UnitPlan, context: BuildContext) -> Tensor:
     if context.stage.shards_weights:  # only a shard of the buffer is kept
         flat = context.scratch.flat(plan.layout.numel, dtype).zero_()
     else:
-        flat = context.collectives.zeros(plan.layout.numel, dtype, context.device)
+        flat = context.collectives.zeros(plan.layout.numel, dtype)
     if context.restoring:
         return flat
     for view, param in zip(param_views(plan.layout, flat), plan.params, strict=True):

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rayzero.engine.config import EngineConfig
 from rayzero.engine.config.parse import ParsedConfig, parse_with_provenance
 from rayzero.engine.data.batch_sizes import BatchSizes
@@ -30,7 +28,6 @@ class Settings:
 
     config: EngineConfig
     batches: BatchSizes
-    device: torch.device  # of the model
     # Reduced gradients have yet to be multiplied by this, and divided by the loss scale; see
     # `rayzero.engine.precision.policy`.
     post_reduce_scale: float

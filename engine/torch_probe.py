@@ -54,10 +54,10 @@ def _try_backend(backend: str, rank: int, rendezvous: Path, timeout: timedelta) 
     url = f"file://{rendezvous}"
     create_group(backend, init_method=url, timeout=timeout, world_size=2, rank=rank)
     try:
-        collectives, device = connect_collectives()
-        total = torch.full((1024,), float(rank + 1), device=device)
+        collectives = connect_collectives()
+        total = torch.full((1024,), float(rank + 1), device=collectives.device)
         collectives.all_reduce(total).wait()
-        (lowest,) = get_device(device).read(total.min())
+        (lowest,) = get_device(collectives.device).read(total.min())
         if lowest != 3.0:
             raise ValueError(f"1 + 2 is {lowest:g} by {backend}")
     finally:

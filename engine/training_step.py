@@ -19,7 +19,6 @@ from rayzero.engine.device import get_device
 from rayzero.engine.errors import CollectiveError, EngineError
 from rayzero.engine.metrics import StepMeter
 from rayzero.engine.optim.build import NoOptimizer, no_optimizer_error
-from rayzero.engine.optim.schedule import Scheduler
 from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
 from rayzero.engine.own_backward import OwnBackward, check_loss, factor_of_other, scaled_by
 from rayzero.engine.precision.loss_scale import NO_SCALER
@@ -45,7 +44,6 @@ class TrainingStep:
 
     runtime: ZeroRuntime
     optimizer: ShardedOptimizer
-    scheduler: Scheduler | None
     state: TrainingState
     settings: Settings
     meter: StepMeter
@@ -55,7 +53,9 @@ class TrainingStep:
     def __post_init__(self) -> None:
         self._progress = self.state.progress
         self.scheduled_inputs = ScheduledInputs(self.settings.config, self._progress)
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.settings.device)
+        self._loss_sum = torch.zeros(
+            (), dtype=torch.float64, device=self.runtime.collectives.device
+        )
         self._scaled: list[Tensor] = []  # losses given to `scale` since the last own backward
         self._loss_known = True  # whether every backward of this step reported its loss
         self._check_at_step = 0  # when the model's parameters are checked next
@@ -121,7 +121,8 @@ class TrainingStep:
             self.runtime.collectives.detached = self.micro_batches.stale.is_next
         args, kwargs = self.forward_inputs(module, args, kwargs)
         counted = self.meter.step_work.track_forward(module, (args, kwargs))
-        with counted, self.runtime.precision.forward_context(), self.runtime.checking_reads(module):
+        checked = self.runtime.unshard_scheduler.checking_reads(module)
+        with counted, self.runtime.precision.forward_context(), checked:
             output = module(*args, **kwargs)
         self.own_backward.watch(output)
         return output
@@ -266,8 +267,7 @@ class TrainingStep:
         self.runtime.discard_gradients()
         self.abandon()
         self._progress.lose_step(before)
-        if self.runtime.unshard_scheduler is not None:
-            self.runtime.unshard_scheduler.abandon()  # its gathered weights are undefined
+        self.runtime.unshard_scheduler.abandon()  # its gathered weights are undefined
         self.micro_batches.stale.end_step()
         if not self.reforming.lose_step():
             return
@@ -356,8 +356,8 @@ class TrainingStep:
             limit = self.settings.config.gradient_clipping
             clip = vote.clip_factor(self.runtime.grad_reduction.clip_limit(limit))
             self.optimizer.step(factor * clip, unused)
-            if self.scheduler is not None:
-                self.scheduler.step()
+            if self.state.scheduler is not None:
+                self.state.scheduler.step()
         else:
             self.runtime.grad_reduction.discard_residuals()
         self.runtime.update_loss_scale(overflow=not vote.finite)

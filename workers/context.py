@@ -134,7 +134,7 @@ class Context:
             self._spec.patience_s,
         )
         source = LogSource(log, engine.progress, engine.state.register)
-        return make_loader(engine.internals, source, collate_fn, None)
+        return make_loader(engine.internals, source, collate_fn)
 
     def report(self, **metrics: float) -> None:
         """Adds metrics to the report of the current step.

@@ -133,7 +133,7 @@ class RetainedState:
             world_size = 1 if state.complete_on_rank else world_size
             buffer = self.vault.reserve(generation, rank, world_size, block.index)
             buffer.begin()
-            block.copy_to(buffer.data, constants=True)
+            block.copy_to(buffer.data)
             buffer.commit(step, state.metadata(), False, None)
         elif copy is not None:
             buffer = self.vault.reserve(generation, rank, world_size, copy.index)

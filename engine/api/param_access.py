@@ -147,17 +147,17 @@ def find_owner(param: nn.Parameter) -> tuple[Engine, StoredParam | None] | None:
 def invalidate_gathered(engine: Engine) -> None:
     """Makes the engine gather model weights again before their next use; call it after changing
     them."""
-    if (scheduler := engine.internals.runtime.unshard_scheduler) is not None:
-        scheduler.invalidate()
+    engine.internals.runtime.unshard_scheduler.invalidate()
 
 
 def restore_param(engine: Engine, stored: StoredParam, param: nn.Parameter) -> bool:
     """Points a parameter that a script has gathered back to the engine's memory. Does nothing and
     returns False where weights are replicated: such a parameter always has its own memory."""
-    weights, scheduler = stored.unit.weights, engine.internals.runtime.unshard_scheduler
-    if not isinstance(weights, ShardedWeights) or scheduler is None:
+    weights = stored.unit.weights
+    if not isinstance(weights, ShardedWeights):
         return False
-    weights.restore(param, gathered=scheduler.state_of(weights) is not BlockState.SHARDED)
+    state = engine.internals.runtime.unshard_scheduler.state_of(weights)
+    weights.restore(param, gathered=state is not BlockState.SHARDED)
     return True
 
 

@@ -151,9 +151,8 @@ def _check_unwritten(checked: Sequence[_GatheredParam], written: Sequence[_Gathe
     are those that this rank has written to. Collective unless `checked` is empty."""
     for engine in dict.fromkeys(gathered.engine for gathered in checked):
         own = [gathered for gathered in written if gathered.engine is engine]
-        nothing = torch.zeros(0, dtype=torch.float64, device=engine.settings.device)
         collectives = engine.internals.runtime.collectives
-        (count,) = collectives.sum_scalars(nothing, [len(own)], name="sanity check")
+        (count,) = collectives.sum_numbers([len(own)], name="sanity check")
         if count:
             raise EngineError(
                 f"{count:.0f} parameters were written to inside GatheredParameters without "

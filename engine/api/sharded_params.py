@@ -96,7 +96,7 @@ def _status(param: nn.Parameter) -> ZeroParamStatus:
     engine, stored = found
     weights = stored.unit.weights
     scheduler = engine.internals.runtime.unshard_scheduler
-    if scheduler is not None and scheduler.state_of(weights) is BlockState.GATHERING:
+    if scheduler.state_of(weights) is BlockState.GATHERING:
         return ZeroParamStatus.INFLIGHT
     if isinstance(weights, ShardedWeights) and weights.is_poisoned(param):
         return ZeroParamStatus.NOT_AVAILABLE
@@ -194,7 +194,7 @@ class ParameterOffload:
         backward_hooks: none.
     """
 
-    def __init__(self, module: nn.Module, scheduler: UnshardScheduler | None) -> None:
+    def __init__(self, module: nn.Module, scheduler: UnshardScheduler) -> None:
         self.module = module
         self._scheduler = scheduler
         self.forward_hooks: list[ParameterOffload] = [self]
@@ -203,13 +203,11 @@ class ParameterOffload:
     def remove(self) -> None:
         """Stops the gathering of blocks until `_register_deepspeed_module`. Meanwhile weights have
         values only within `GatheredParameters(model.parameters())`."""
-        if self._scheduler is not None:
-            self._scheduler.paused = True
+        self._scheduler.paused = True
 
     def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
         """Resumes the gathering of blocks."""
-        if self._scheduler is not None:
-            self._scheduler.paused = False
+        self._scheduler.paused = False
         self.forward_hooks = [self]
 
 

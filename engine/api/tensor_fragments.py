@@ -78,9 +78,8 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     if stored is None:
         return None
     parts = stored.optimizer_state(optim_state_key)
-    nothing = torch.zeros(0, dtype=torch.float64, device=stored.engine.device)
     collectives = stored.engine.internals.runtime.collectives
-    (holders,) = collectives.sum_scalars(nothing, [float(bool(parts))])
+    (holders,) = collectives.sum_numbers([float(bool(parts))])
     if holders:
         return stored.gather_state(parts)
     _check_state_key(stored, optim_state_key)

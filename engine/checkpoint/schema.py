@@ -78,14 +78,10 @@ class _BaseDocument(BaseModel):
     data_bytes: Count
 
 
-class RankFileDocument(BaseModel):
+class RankFileDocument(_BaseDocument):
     """A rank's file in a manifest; `tensors` and `ranges` refer to the manifest's tensors."""
 
     name: Annotated[str, Field(pattern=f"^{RANK_FILE_PATTERN}$")]
-    nbytes: Count
-    checksum: _Checksum
-    blocks: _Blocks
-    data_bytes: Count
     constant_bytes: Count
     tensors: list[Count]
     ranges: list[tuple[Count, Count, Count, Count]]

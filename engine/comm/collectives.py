@@ -28,6 +28,8 @@ from rayzero.engine.errors import CollectiveError, EngineError
 
 T = TypeVar("T")
 
+_CPU = torch.device("cpu")
+
 DETACHED = "the ranks have changed since the batch of this step was read, which is read again"
 
 
@@ -64,6 +66,7 @@ class Collectives:
         in_step: a training step is running: from its first forward to the end of its `step()`.
         detached: this rank computes without its peers for a while. Collectives do as in a broken
             group, but no peer notices.
+        device: this rank's device, which the backend can read from.
         broken: the reason why the group is broken. Empty if it is not.
         on_broken: called once for each group, with the reason, by the thread that noticed. It ends
             this rank's connections, so that no peer waits for what this rank does not send.
@@ -76,7 +79,8 @@ class Collectives:
     in_step = False
     detached = False
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, device: torch.device = _CPU) -> None:
+        self.device = device
         self.counters = CommCounters()
         self.on_broken: Callable[[str], None] | None = None
         self.wait_observer: Callable[[int, bool], None] | None = None
@@ -110,9 +114,9 @@ class Collectives:
     def staging_bytes(self) -> int:
         return self._backend.staging_bytes
 
-    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Returns a flat buffer of zeros for reductions and gathers."""
-        return self._backend.zeros(numel, dtype, device)
+        return self._backend.zeros(numel, dtype, self.device)
 
     def progress_pending(self) -> None:
         """Does this rank's share of all launched collectives. Called before returning to the
@@ -180,6 +184,11 @@ class Collectives:
         if self.on_broken is not None:  # without it, every later collective fails by itself
             self.break_off(error.seen)
         raise error
+
+    def sum_numbers(self, numbers: Sequence[float], name: str = "vote") -> list[float]:
+        """Does `sum_scalars` without any on the device."""
+        nothing = torch.zeros(0, dtype=torch.float64, device=self.device)
+        return self.sum_scalars(nothing, numbers, name)
 
     def sum_on_device(self, scalars: Tensor) -> Tensor:
         """Does `sum_scalars` with a result that stays on the device. The result is undefined if the
@@ -279,15 +288,12 @@ def _nothing() -> None:
     return
 
 
-def run_on_all_ranks(
-    collectives: Collectives, device: torch.device, work: Callable[[], Any]
-) -> list[Any]:
+def run_on_all_ranks(collectives: Collectives, work: Callable[[], Any]) -> list[Any]:
     """Runs `work` on every rank and returns the results by rank. Collective.
 
     If `work` fails on one rank, this function raises on all ranks, so that none waits forever.
 
     Args:
-        device: a device that the group's backend can read from.
         work: returns a JSON value. It must not call collectives.
 
     Raises:
@@ -299,7 +305,7 @@ def run_on_all_ranks(
         outcome = {"result": work()}
     except Exception as error:  # noqa: BLE001  raised below, once the other ranks know
         failure, outcome = error, {"error": str(error)}
-    messages = _all_gather_bytes(collectives, json.dumps(outcome).encode(), device)
+    messages = _all_gather_bytes(collectives, json.dumps(outcome).encode())
     if failure is not None:
         raise failure
     outcomes = [json.loads(message) for message in messages]
@@ -309,18 +315,16 @@ def run_on_all_ranks(
     return [outcome["result"] for outcome in outcomes]
 
 
-def _all_gather_bytes(
-    collectives: Collectives, message: bytes, device: torch.device
-) -> list[bytes]:
+def _all_gather_bytes(collectives: Collectives, message: bytes) -> list[bytes]:
     """Returns every rank's message. Messages must not be empty. Collective."""
     if collectives.world_size == 1:
         return [message]
-    lengths = torch.zeros(collectives.world_size, dtype=torch.float64, device=device)
+    lengths = [0.0] * collectives.world_size
     lengths[collectives.rank] = len(message)
     messages = []
-    for rank, length in enumerate(collectives.sum_scalars(lengths)):
+    for rank, length in enumerate(collectives.sum_numbers(lengths)):
         own = message if rank == collectives.rank else bytes(int(length))
-        buffer = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
+        buffer = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(collectives.device)
         result = collectives.start_broadcast(buffer, rank).to_host(buffer)
         messages.append(result.numpy().tobytes())
     return messages

@@ -159,18 +159,17 @@ def _connect_to_group(group: dist.ProcessGroup, *, nccl: bool) -> Backend:
     return make_gloo_backend(group, share_memory=shares_memory)
 
 
-def connect_collectives() -> tuple[Collectives, torch.device]:
-    """Returns new collectives over all ranks, and this rank's device. See `connect_backend`."""
-    backend, device = connect_backend()
-    return Collectives(backend), device
+def connect_collectives() -> Collectives:
+    """Returns new collectives over all ranks. See `connect_backend`."""
+    return Collectives(*connect_backend())
 
 
-def connect_alone() -> tuple[Collectives, torch.device]:
+def connect_alone() -> Collectives:
     """Does `connect_collectives` without waiting for the other ranks, which may be busy elsewhere.
     The collectives are `detached` until `Collectives.reconnect`."""
-    collectives = Collectives(LateBackend())
+    collectives = Collectives(LateBackend(), _make_current(local_device()))
     collectives.detached = collectives.in_step = True
-    return collectives, _make_current(local_device())
+    return collectives
 
 
 def _make_current(device: torch.device) -> torch.device:

@@ -14,13 +14,12 @@ from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.compression.codecs import CODECS, Codec, SignCodec
 from rayzero.engine.compression.powersgd import PowerSGDReduce
 from rayzero.engine.compression.quantized import CodecContext, CollectiveSequencer, QuantizedReduce
-from rayzero.engine.config import EngineConfig
 from rayzero.engine.config.compression import is_onebit, selected_codecs
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.optim.onebit import MomentumReduced
 from rayzero.engine.optim.sharded_optimizer import OptimizerShard, ShardedOptimizer
 from rayzero.engine.zero.build_context import BuildContext
-from rayzero.engine.zero.reducer import ErrorFeedback, GradReduction, UnitGradSpec
+from rayzero.engine.zero.grad_reduction import ErrorFeedback, GradReduction, UnitGradSpec
 
 log = logging.getLogger("rayzero.engine")
 
@@ -30,18 +29,11 @@ class QuantizedReduction(GradReduction):
     the next gradients."""
 
     def __init__(
-        self,
-        codec: Codec,
-        collectives: Collectives,
-        device: torch.device,
-        *,
-        feedback: bool,
-        factor: float,
+        self, codec: Codec, collectives: Collectives, *, feedback: bool, factor: float
     ) -> None:
         super().__init__(collectives, factor)
-        self._device = device
         self._use_feedback = feedback
-        self._codec_context = CodecContext(codec, collectives, device)
+        self._codec_context = CodecContext(codec, collectives)
 
     def reduce_op(self, unit: UnitGradSpec) -> ReduceOp:
         context = self._codec_context
@@ -53,7 +45,8 @@ class QuantizedReduction(GradReduction):
 
     def _add_feedback(self, unit: UnitGradSpec) -> ErrorFeedback:
         name = self._codec_context.codec.name
-        feedback = make_error_feedback(unit, name, self._device, reduced=unit.replicated)
+        device = self._collectives.device
+        feedback = make_error_feedback(unit, name, device, reduced=unit.replicated)
         self.residuals.append(feedback)
         return feedback
 
@@ -65,12 +58,9 @@ class QuantizedReduction(GradReduction):
 class PowerSGDReduction(GradReduction):
     """Sends each gradient matrix as two factors of the given `rank`."""
 
-    def __init__(
-        self, rank: int, collectives: Collectives, device: torch.device, *, factor: float
-    ) -> None:
+    def __init__(self, rank: int, collectives: Collectives, *, factor: float) -> None:
         super().__init__(collectives, factor)
         self._rank = rank
-        self._device = device
         self._sequencer = CollectiveSequencer()
         self._reduce_ops: list[PowerSGDReduce] = []
 
@@ -81,7 +71,8 @@ class PowerSGDReduction(GradReduction):
 
     def reduce_op(self, unit: UnitGradSpec) -> ReduceOp:
         # Reduced factors are not compressed again, so they have no residuals.
-        feedback = make_error_feedback(unit, "lowrank", self._device, reduced=False)
+        device = self._collectives.device
+        feedback = make_error_feedback(unit, "lowrank", device, reduced=False)
         self.residuals.append(feedback)
         op = PowerSGDReduce(self._collectives, self._sequencer, unit.layout, self._rank, feedback)
         self._reduce_ops.append(op)
@@ -106,10 +97,8 @@ class OneBitAdamReduction(QuantizedReduction):
     momentum of all ranks. The optimizer gets the gradient that leads to it.
     """
 
-    def __init__(
-        self, codec: Codec, collectives: Collectives, device: torch.device, *, factor: float
-    ) -> None:
-        super().__init__(codec, collectives, device, feedback=True, factor=factor)
+    def __init__(self, codec: Codec, collectives: Collectives, *, factor: float) -> None:
+        super().__init__(codec, collectives, feedback=True, factor=factor)
         self._optimizer: MomentumReduced | None = None
         self._warned_unclipped = False
         self._shards_by_unit: defaultdict[str, list[OptimizerShard]] = defaultdict(list)
@@ -206,23 +195,21 @@ def make_error_feedback(
     return ErrorFeedback(unit, local, shard)
 
 
-def make_grad_reduction(
-    config: EngineConfig, context: BuildContext, factor: float
-) -> GradReduction:
+def make_grad_reduction(context: BuildContext, factor: float) -> GradReduction:
     """Returns the gradient reduction that a config selects. `factor` is the one by which reduced
     gradients are still to be multiplied, apart from the loss scale."""
+    config, collectives = context.config, context.collectives
     name = next(iter(selected_codecs(config).values()), "none")
     section = config.rayzero.compression
-    collectives, device = context.collectives, context.device
     factor /= context.precision.scaler.value
     if is_onebit(config):
         codec: Codec = SignCodec(section.block_size or 128)
-        return OneBitAdamReduction(codec, collectives, device, factor=factor)
+        return OneBitAdamReduction(codec, collectives, factor=factor)
     if name == "none":
         return GradReduction(collectives, factor)
     if name == "lowrank":
-        return PowerSGDReduction(section.rank, collectives, device, factor=factor)
+        return PowerSGDReduction(section.rank, collectives, factor=factor)
     codec, feedback = CODECS[name](section.block_size), section.error_feedback
     if feedback is None:
         feedback = codec.needs_error_feedback
-    return QuantizedReduction(codec, collectives, device, feedback=feedback, factor=factor)
+    return QuantizedReduction(codec, collectives, feedback=feedback, factor=factor)

@@ -19,7 +19,7 @@ from rayzero.engine.comm.backend import ChainableWork, Work, copy_or_add_
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.compression.quantized import CollectiveSequencer, MultiStageReduce
 from rayzero.engine.layout.flat_layout import ALIGN_NUMEL, ParamSpec, UnitLayout
-from rayzero.engine.zero.reducer import ErrorFeedback
+from rayzero.engine.zero.grad_reduction import ErrorFeedback
 
 
 @dataclass(frozen=True)
@@ -70,27 +70,23 @@ class PowerSGDReduce:
         self._sequencer = sequencer
         self._layout = layout
         residuals = feedback.local
-        large = [spec for spec in layout.params if _worthwhile(spec, rank)]
-        lefts = sum(spec.shape[0] * rank for spec in large)
-        rights = sum(_matrix_shape(spec)[1] * rank for spec in large)
-        small = layout.logical_numel - sum(spec.numel for spec in large)
+        large = {i: spec for i, spec in enumerate(layout.params) if _worthwhile(spec, rank)}
+        small = {i: spec for i, spec in enumerate(layout.params) if i not in large}
+        lefts = sum(spec.shape[0] * rank for spec in large.values())
+        rights = sum(_matrix_shape(spec)[1] * rank for spec in large.values())
 
         def zeros(numel: int) -> Tensor:
             """Returns a buffer for all-reduces, whose length divides into equal parts."""
             step = ALIGN_NUMEL * layout.world_size
             length = -(-max(numel, 1) // step) * step
-            return collectives.zeros(length, residuals.dtype, residuals.device)
+            return collectives.zeros(length, residuals.dtype)
 
-        self._first_buffer, self._second_buffer = zeros(lefts + small), zeros(rights)
+        self._first_buffer = zeros(lefts + sum(spec.numel for spec in small.values()))
+        self._second_buffer = zeros(rights)
         self.factors: dict[int, MatrixFactors] = {}
         self._uncompressed: dict[int, Tensor] = {}  # parts of the first buffer, after the factors
         left = right = 0
-        specs = sorted(enumerate(layout.params), key=lambda item: not _worthwhile(item[1], rank))
-        for index, spec in specs:
-            if not _worthwhile(spec, rank):
-                self._uncompressed[index] = self._first_buffer[left : left + spec.numel]
-                left += spec.numel
-                continue
+        for index, spec in large.items():
             rows, columns = _matrix_shape(spec)
             self.factors[index] = factors = MatrixFactors(
                 spec.name,
@@ -101,6 +97,9 @@ class PowerSGDReduce:
             )
             factors.reset_basis()
             left, right = left + rows * rank, right + columns * rank
+        for index, spec in small.items():
+            self._uncompressed[index] = self._first_buffer[left : left + spec.numel]
+            left += spec.numel
         self._left_factors: dict[int, Tensor] = {}
         self._last_reduce: MultiStageReduce | None = None
 

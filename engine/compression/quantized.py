@@ -25,7 +25,7 @@ from torch import Tensor
 from rayzero.engine.comm.backend import ChainableWork, Work
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.compression.codecs import Codec
-from rayzero.engine.zero.reducer import ErrorFeedback
+from rayzero.engine.zero.grad_reduction import ErrorFeedback
 
 MAX_IN_FLIGHT = 4  # reductions at a time, since each occupies payload buffers
 
@@ -34,9 +34,8 @@ class PayloadBuffers:
     """Reused byte buffers for collectives, each as long as the largest requested so far. Once all
     are allocated, a step allocates nothing."""
 
-    def __init__(self, collectives: Collectives, device: torch.device) -> None:
+    def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self._device = device
         self._largest_bytes = 0
         self._free: deque[tuple[Tensor, Work]] = deque()  # first in, first out
         self.total_bytes = 0
@@ -49,7 +48,7 @@ class PayloadBuffers:
                 del self._free[index]
                 last.release()
                 return buffer
-        buffer = self._collectives.zeros(self._largest_bytes, torch.uint8, self._device)
+        buffer = self._collectives.zeros(self._largest_bytes, torch.uint8)
         self.total_bytes += buffer.nbytes
         return buffer
 
@@ -120,10 +119,10 @@ class CollectiveSequencer:
 class CodecContext:
     """The settings and buffers that all quantized reductions of an engine share."""
 
-    def __init__(self, codec: Codec, collectives: Collectives, device: torch.device) -> None:
+    def __init__(self, codec: Codec, collectives: Collectives) -> None:
         self.codec = codec
         self.collectives = collectives
-        self.buffers = PayloadBuffers(collectives, device)
+        self.buffers = PayloadBuffers(collectives)
         self.sequencer = CollectiveSequencer()
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 
-import torch
 from torch import Tensor
 
 from rayzero.engine.comm.backend import ChainableWork, GatherOp, rank_chunk
 from rayzero.engine.comm.collectives import Collectives
 from rayzero.engine.compression.codecs import CODECS, Codec
 from rayzero.engine.compression.quantized import PayloadBuffers
-from rayzero.engine.config import EngineConfig
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.zero.build_context import BuildContext
 from rayzero.engine.zero.parameters import ShardedWeights, WeightGather
@@ -24,10 +22,10 @@ class QuantizedGather(WeightGather):
     parts, also its own, so that all ranks compute with the same weights. Shards stay exact.
     """
 
-    def __init__(self, codec: Codec, collectives: Collectives, device: torch.device) -> None:
+    def __init__(self, codec: Codec, collectives: Collectives) -> None:
         super().__init__(collectives)
         self._codec = codec
-        self._buffers = PayloadBuffers(collectives, device)
+        self._buffers = PayloadBuffers(collectives)
 
     def gather_op(self, unit: ShardedWeights) -> GatherOp:
         alone = self._collectives.world_size == 1  # nothing is sent, so nothing is rounded
@@ -63,12 +61,9 @@ class HpzGather(WeightGather):
         size: the number of ranks per group, which divides the world size.
     """
 
-    def __init__(
-        self, inner: WeightGather, collectives: Collectives, size: int, device: torch.device
-    ) -> None:
+    def __init__(self, inner: WeightGather, collectives: Collectives, size: int) -> None:
         super().__init__(collectives)
         self._inner = inner
-        self._device = device
         first = collectives.rank // size * size
         self._group_ranks = range(first, first + size)
         self._secondary_shards: dict[int, _SecondaryShard] = {}
@@ -77,7 +72,7 @@ class HpzGather(WeightGather):
         secondary = self._secondary_shards.get(id(unit))
         if secondary is None:
             numel = unit.layout.numel // len(self._group_ranks)
-            shard = self._collectives.zeros(numel, unit.shard.dtype, self._device)
+            shard = self._collectives.zeros(numel, unit.shard.dtype)
             inner = self._inner.gather_op(unit)
             secondary = _SecondaryShard(inner, self._collectives, self._group_ranks, shard)
             self._secondary_shards[id(unit)] = secondary
@@ -122,18 +117,20 @@ class _SecondaryShard:
         return self._inner.all_gather(full, part).then(keep)
 
 
-def make_weight_gather(config: EngineConfig, context: BuildContext) -> WeightGather:
+def make_weight_gather(context: BuildContext) -> WeightGather:
     """Returns the all-gather of sharded weights that a config selects. Raises ConfigError if the
     size of hpZ groups does not divide the world size."""
-    collectives, device = context.collectives, context.device
+    config, collectives = context.config, context.collectives
     zero, section = config.zero_optimization, config.rayzero.compression
     gather = WeightGather(collectives)
+    if not context.stage.shards_weights:
+        return gather
     if zero.zero_quantized_weights:
-        gather = QuantizedGather(CODECS["int8"](section.block_size), collectives, device)
+        gather = QuantizedGather(CODECS["int8"](section.block_size), collectives)
     size = hpz_group_size(
         zero.zero_hpz_partition_size, collectives.world_size, elastic=context.elastic
     )
-    return gather if size == 1 else HpzGather(gather, collectives, size, device)
+    return gather if size == 1 else HpzGather(gather, collectives, size)
 
 
 def hpz_group_size(size: int, world_size: int, *, elastic: bool) -> int:

@@ -66,7 +66,7 @@ class StepLoader:
         self.device = device or torch.device("cpu")
         self._source = source
         self._session = micro_batches.session
-        self._epochs = None if self._session is None else self._session.epochs
+        self._epochs = self._session.epochs
         self._training_thread = threading.get_ident()
         self._reader = BatchReader(
             source,
@@ -202,7 +202,7 @@ class StepLoader:
                 batch = batch_to_device(loaded, self.device)
                 self._micro_batches.add(iteration, yielded, batch)
                 del item, yielded, loaded  # the batch in host memory
-                if self._session is not None and self._is_training_thread:
+                if self._is_training_thread:
                     self._session.on_phase(OUTSIDE_PHASE)
                 yield batch
                 del batch
@@ -247,8 +247,7 @@ class StepLoader:
         is_undone = reforming is not None and reforming.undoes_step
         if self.progress.sample_cursor >= end and not is_undone:
             return
-        if self._session is not None:
-            self._session.on_phase(phase)
+        self._session.on_phase(phase)
         if reforming is not None:
             reforming.before_read(self)
 

@@ -28,7 +28,7 @@ from rayzero.engine.data.prefetch import closed_error
 from rayzero.engine.data.sampling import StepSplit, TrainingProgress
 from rayzero.engine.data.yielded_batch import StaleBatches, YieldedBatch
 from rayzero.engine.errors import EngineError
-from rayzero.engine.session import HostSession
+from rayzero.engine.session import NO_HOST, HostSession
 from rayzero.engine.tensor_tree import iter_tensors
 
 log = logging.getLogger("rayzero.engine")
@@ -53,10 +53,7 @@ class MicroBatches:
     """
 
     def __init__(
-        self,
-        progress: TrainingProgress,
-        split: StepSplit,
-        session: HostSession | None = None,
+        self, progress: TrainingProgress, split: StepSplit, session: HostSession = NO_HOST
     ) -> None:
         self.progress = progress
         self.split = split
@@ -349,10 +346,9 @@ class MicroBatches:
 
     def _report(self, current: YieldedBatch) -> None:
         self.progress.bad_in_step += len(current.skipped)
-        if self.session is not None:
-            self.session.on_samples_consumed(current.own_indices)
-            if current.skipped:
-                self.session.on_samples_skipped(current.skipped)
+        self.session.on_samples_consumed(current.own_indices)
+        if current.skipped:
+            self.session.on_samples_skipped(current.skipped)
 
     def _advance(self) -> None:
         self._trained, self._current = self._current, None

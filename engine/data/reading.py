@@ -45,7 +45,6 @@ class _BegunBatch:
     step: int  # sample cursor at which its step begins
     turn: int  # number in its step
     part: MicroBatch
-    is_last: bool
     numbers: list[int]
     raws: Sequence[Any]
     ticket: SampleTicket | None
@@ -129,7 +128,7 @@ class BatchReader:
         numbers, raws = self._source.read(start, part, is_last=is_last, check=check)
         check()
         ticket = self._submit(start + part.start, raws)
-        return _BegunBatch(start, turn, part, is_last, numbers, raws, ticket)
+        return _BegunBatch(start, turn, part, numbers, raws, ticket)
 
     def _submit(self, position: int, raws: Sequence[Any]) -> SampleTicket | None:
         return None if self._pool is None else self._pool.submit(position, list(raws))
@@ -163,7 +162,7 @@ class BatchReader:
             (batch.step, batch.turn),
             weight,
             own_indices=batch.numbers[:count],
-            is_last=batch.is_last,
+            is_last=batch.turn == len(split) - 1,
             progress=self._micro_batches.progress,
             split=split,
             skipped=skipped,

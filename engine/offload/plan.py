@@ -75,12 +75,11 @@ class Offload:
             self.weights_file.close()
 
 
-def plan_offload(
-    config: ZeroConfig, precision: Precision, device: torch.device, collectives: Collectives
-) -> Offload:
+def plan_offload(config: ZeroConfig, precision: Precision, collectives: Collectives) -> Offload:
     """Builds the stores of a checked config. Raises ConfigError if no file can be created in
     `nvme_path`."""
-    transfer, section = make_transfer(device), config.offload_optimizer
+    device, section = collectives.device, config.offload_optimizer
+    transfer = make_transfer(device)
     offloads_weights = config.stage == 3 and config.offload_param.device != "none"
     on_host = transfer.separate_memory and offloads_weights  # model weights
     on_device = transfer.separate_memory and not on_host
@@ -99,7 +98,7 @@ def plan_offload(
         param, kind = config.offload_param, MemoryKind.HOST
         if param.device == "nvme" and param.nvme_path is not None:
             weights_file, kind = _make_file(param.nvme_path, device), MemoryKind.DISK
-        gather = HostShardGather(transfer, collectives, device, kind)
+        gather = HostShardGather(transfer, collectives, kind)
     return Offload(transfer, gather, device_store, store, weights_file, section.ratio)
 
 

@@ -242,17 +242,16 @@ class HostShardGather:
         self,
         transfer: HostTransfer,
         collectives: Collectives,
-        device: torch.device,
         memory_kind: MemoryKind = MemoryKind.HOST,
     ) -> None:
         self.memory_kind = memory_kind
-        self.device = device
+        self.device = collectives.device
         self._transfer = transfer
         self._collectives = collectives
         self._last_gathers: dict[int, Work] = {}  # by the buffer's address
 
     def new_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._collectives.zeros(numel, dtype, self.device)
+        return self._collectives.zeros(numel, dtype)
 
     def gather(self, full: Tensor, shard: Tensor, gathers: GatherOp) -> Work:
         previous = self._last_gathers.pop(full.data_ptr(), None)

@@ -93,18 +93,14 @@ class ShardedOptimizer:
         self._set_params(shards)
         self._set_shards(shards)
 
-    def bind_whole_params(
-        self, units: Sequence[Unit], collectives: Collectives, device: torch.device
-    ) -> None:
+    def bind_whole_params(self, units: Sequence[Unit], collectives: Collectives) -> None:
         """Gives the torch optimizer access to the whole parameters of all units, if it needs that.
-        They are assembled on `device`. Raises what the optimizer's `bind_whole_params` raises."""
+        Raises what the optimizer's `bind_whole_params` raises."""
         if isinstance(self.torch_optimizer, NeedsWholeParams):
             shards: dict[Tensor, tuple[Unit, slice]] = {
                 shard.weight: (shard.unit, shard.layout_range) for shard in self.shards
             }
-            self.torch_optimizer.bind_whole_params(
-                ShardedWholeParamOps(units, shards, collectives, device)
-            )
+            self.torch_optimizer.bind_whole_params(ShardedWholeParamOps(units, shards, collectives))
 
     def _set_params(self, shards: Sequence[OptimizerShard]) -> None:
         """Makes the shards' weights the torch optimizer's only parameters."""

@@ -140,7 +140,6 @@ class ShardedWholeParamOps(WholeParamOps):
         units: all units of the engine, in the same order on every rank.
         shards: the tensors that this rank's optimizer updates, with their unit and their range in
             its flat layout.
-        device: the device on which parameters are assembled.
     """
 
     def __init__(
@@ -148,7 +147,6 @@ class ShardedWholeParamOps(WholeParamOps):
         units: Sequence[Unit],
         shards: Mapping[Tensor, tuple[Unit, slice]],
         collectives: Collectives,
-        device: torch.device,
     ) -> None:
         self._units = [unit for unit in units if unit.main_weights is not None]
         params: list[WholeParam] = []
@@ -160,7 +158,7 @@ class ShardedWholeParamOps(WholeParamOps):
             ]
             params += self._params_of[unit.name]
         segments = {tensor: self._segments_in(*place) for tensor, place in shards.items()}
-        super().__init__(params, segments, device)
+        super().__init__(params, segments, collectives.device)
         self._collectives = collectives
         self._sharded = any(unit.owned != slice(0, unit.layout.numel) for unit in self._units)
         self._unit_of = {tensor: unit for tensor, (unit, _) in shards.items()}

@@ -103,9 +103,9 @@ def _count_rank(
     rank: int,
     held_grads: Callable[[list[Unit]], int],
 ) -> Counter[str]:
-    device, collectives = torch.device("meta"), Collectives(AbsentRanks(rank, world_size))
-    context = make_build_context(config, model, collectives, device, restoring=True, elastic=False)
-    runtime = make_runtime(model, groups, config, context, 1.0)
+    collectives = Collectives(AbsentRanks(rank, world_size), torch.device("meta"))
+    context = make_build_context(config, model, collectives, restoring=True, elastic=False)
+    runtime = make_runtime(model, groups, context, 1.0)
     try:
         optimizer = _make_optimizer(runtime, groups, config)
         micro_steps = resolve_batch_sizes(config, world_size).micro_steps
@@ -122,12 +122,12 @@ def _take_step(runtime: ZeroRuntime, optimizer: ShardedOptimizer, micro_steps: i
 
     Returns the bytes of gradients that are copied into the dtype of the main weights.
     """
+    scheduler = runtime.unshard_scheduler
     for micro_step in range(micro_steps):
-        if (scheduler := runtime.unshard_scheduler) is not None:
-            scheduler.root_pre_forward()
-            for block in scheduler.blocks[::-1]:
-                scheduler.pre_forward(block)
-                scheduler.post_forward(block)
+        scheduler.root_pre_forward()
+        for block in scheduler.blocks[::-1]:
+            scheduler.pre_forward(block)
+            scheduler.post_forward(block)
         with runtime.backward_pass(first=micro_step == 0, last=micro_step == micro_steps - 1):
             pass  # no gradient arrives: all are zeros
     runtime.reducer.wait()
@@ -153,10 +153,10 @@ def _make_optimizer(
 ) -> ShardedOptimizer:
     """Returns the rank's optimizer with the state that a step creates."""
     if config.optimizer is None:  # the script makes the optimizer: its state is not known
-        return make_sharded_optimizer(runtime, groups, None, config, torch.device("meta"))
+        return make_sharded_optimizer(runtime, groups, None, config)
     with torch.device("cpu"):
         trial, states = _step_small_params(config.optimizer, groups)
-    optimizer = make_sharded_optimizer(runtime, groups, trial, config, torch.device("meta"))
+    optimizer = make_sharded_optimizer(runtime, groups, trial, config)
     for shard in optimizer.shards:
         state = optimizer.torch_optimizer.state[shard.weight]
         for key, value in states[shard.group].items():

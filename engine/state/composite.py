@@ -139,7 +139,8 @@ class CompositeState:
         return self.capture_metadata()()
 
     def capture_metadata(self) -> Callable[[], bytes]:
-        """See `TrainingState.capture_metadata`."""
+        """Captures the JSON part as of now. Returns a function that encodes it, to be called before
+        the next update, which changes scalars in it. Only that call waits for the device."""
         documents = {name: state.capture_document() for name, state in self._members.items()}
         document = documents.pop("")
         for other in documents.values():

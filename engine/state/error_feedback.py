@@ -29,7 +29,7 @@ from torch import Tensor
 from rayzero.engine.layout.state_index import LogicalTensor, StateSource
 from rayzero.engine.optim.sharded_optimizer import ShardedOptimizer
 from rayzero.engine.state.ranges import StateRange, range_of_unit, read_ranges, whole_tensor_range
-from rayzero.engine.zero.reducer import UnitGradSpec
+from rayzero.engine.zero.grad_reduction import UnitGradSpec
 from rayzero.engine.zero.runtime import ZeroRuntime
 
 log = logging.getLogger("rayzero.engine")

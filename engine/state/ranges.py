@@ -67,16 +67,16 @@ class StateBlock:
     ranges: Sequence[StateRange]
     offsets: Sequence[int]
 
-    def copy_to(self, memory: memoryview, *, constants: bool) -> None:
-        """Copies the ranges to `index.nbytes` bytes, constant ones only if `constants`."""
-        for part, target, _ in self.targets(memory, constants=constants):
+    def copy_to(self, memory: memoryview) -> None:
+        """Copies the ranges to `index.nbytes` bytes."""
+        for part, target, _ in self.targets(memory, constants=True):
             target.copy_(part.memory)
 
     def targets(
         self, memory: memoryview, *, constants: bool
     ) -> Iterator[tuple[StateRange, Tensor, int]]:
-        """Yields each range that `copy_to` copies, the view of `memory` that is its destination,
-        and the offset behind that."""
+        """Yields each range, constant ones only if `constants`, the view of `memory` that is its
+        destination, and the offset behind that."""
         for part, offset in zip(self.ranges, self.offsets, strict=True):
             if constants or not part.constant:
                 dtype, count = part.memory.dtype, part.memory.numel()

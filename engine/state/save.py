@@ -26,7 +26,6 @@ from rayzero.engine.checkpoint.writer import commit_checkpoint, write_rank_file
 from rayzero.engine.comm.collectives import Collectives, run_on_all_ranks
 from rayzero.engine.device import get_device
 from rayzero.engine.layout.state_index import BlockIndex
-from rayzero.engine.settings import Settings
 from rayzero.engine.state.ranges import pack_block
 from rayzero.engine.state.training import TrainingState
 from rayzero.engine.zero.parameters import ShardedWeights, param_views
@@ -40,7 +39,6 @@ LATEST_FILE = "latest"
 def save_state(
     state: TrainingState,
     collectives: Collectives,
-    settings: Settings,
     target: tuple[str, str],
     client_state: Any,
     *,
@@ -55,35 +53,29 @@ def save_state(
         latest: whether to update the file `latest`.
         frozen: whether to include frozen parameters.
     """
-    (folder, tag), device = target, settings.device
+    folder, tag = target
     url = join_url(folder, tag)
 
     def write() -> dict[str, Any]:
         ranges = [part for part in state.pack().ranges if frozen or not part.constant]
         block = pack_block(ranges)
         memory = torch.zeros(block.index.nbytes, dtype=torch.uint8).numpy().data
-        block.copy_to(memory, constants=True)
+        block.copy_to(memory)
         metadata = json.loads(state.metadata()) | {"client_state": client_state, "frozen": frozen}
         rank, world_size = collectives.rank, collectives.world_size
         written = write_rank_file(
-            url,
-            rank,
-            block.index,
-            metadata,
-            memory,
-            generation=0,
-            world_size=world_size,
+            url, rank, block.index, metadata, memory, generation=0, world_size=world_size
         )
         base = vars(written.base) if written.base else None
         return vars(written) | {"block_index": block.index.to_json(), "base": base}
 
-    files = [_rank_file(document) for document in run_on_all_ranks(collectives, device, write)]
+    files = [_rank_file(document) for document in run_on_all_ranks(collectives, write)]
 
     def commit() -> None:
         if collectives.rank:
             return
-        stage = settings.config.zero_optimization.stage
-        manifest = make_manifest(tag, files[0].metadata["step"], 0, files, stage=stage)
+        metadata = files[0].metadata
+        manifest = make_manifest(tag, metadata["step"], 0, files, stage=metadata["stage"])
         job = open_store(split_url(url)[0])
         unused = unused_bases(job, manifest.base_names)  # by the old checkpoints and this one
         commit_checkpoint(url, manifest)
@@ -93,7 +85,7 @@ def save_state(
         for entry in unused:
             job.remove(entry.name)
 
-    run_on_all_ranks(collectives, device, commit)
+    run_on_all_ranks(collectives, commit)
 
 
 def _rank_file(document: dict[str, Any]) -> RankFile:

@@ -60,10 +60,9 @@ class TrainingState:
         optimizer: ShardedOptimizer,
         scheduler: Scheduler | None,
         progress: TrainingProgress,
-        device: torch.device,
     ) -> None:
         self.progress = progress
-        self.device = get_device(device)
+        self.device = get_device(runtime.collectives.device)
         self.altered = False
         self._constants_writes = 0
         self.copied_by: RunningCopy | None = None
@@ -223,12 +222,7 @@ class TrainingState:
 
     def metadata(self) -> bytes:
         """Returns the JSON part of this rank, as UTF-8."""
-        return self.capture_metadata()()
-
-    def capture_metadata(self) -> Callable[[], bytes]:
-        """Captures the JSON part as of now. Returns a function that encodes it, to be called before
-        the next update, which changes scalars in it. Only that call waits for the device."""
-        return partial(metadata.encode, self.capture_document())
+        return metadata.encode(self.capture_document())
 
     def capture_document(self) -> dict[str, Any]:
         """Returns the JSON part as of now, for `metadata.encode`."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rayzero.engine.comm.collectives import Collectives
+from rayzero.engine.config import EngineConfig
 from rayzero.engine.offload.plan import Offload
 from rayzero.engine.precision.policy import Precision
 from rayzero.engine.zero.deferred_init import Materializer
@@ -26,6 +27,7 @@ class BuildContext:
             when the state is loaded. Building a restored engine thus waits for no other rank.
     """
 
+    config: EngineConfig
     stage: Stage
     precision: Precision
     collectives: Collectives

@@ -197,7 +197,7 @@ class Materializer:
             operation, file = _files.get(storage_id(param), (None, None))
             unchanged = is_recorded(param) and _recorder.last_operation(param) == operation
             found.append(file if unchanged else None)
-        agreed = agree_on_files(found, collectives, self._device)
+        agreed = agree_on_files(found, collectives)
         self._files = dict(zip(map(id, params), agreed, strict=True))
 
     def file_of(self, param: nn.Parameter) -> FileValues | None:

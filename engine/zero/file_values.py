@@ -88,7 +88,7 @@ def tensors_in_file(path: Path) -> dict[str, FileValues]:
 
 
 def agree_on_files(
-    found: Sequence[FileValues | None], collectives: Collectives, device: torch.device
+    found: Sequence[FileValues | None], collectives: Collectives
 ) -> list[FileValues | None]:
     """Returns rank 0's files for the parameters, in order. All are None if a rank cannot read one
     of the files. Collective."""
@@ -105,7 +105,7 @@ def agree_on_files(
             for file in found
         ]
 
-    rows = run_on_all_ranks(collectives, device, rows_of_rank_0)[0]
+    rows = run_on_all_ranks(collectives, rows_of_rank_0)[0]
     files = [
         None if row is None else FileValues(row[0], row[1], DTYPE_BY_NAME[row[2]], row[3], row[4])
         for row in rows
@@ -115,6 +115,6 @@ def agree_on_files(
     def readable() -> bool:
         return all(file.readable() for file in needed.values())
 
-    if needed and not all(run_on_all_ranks(collectives, device, readable)):
+    if needed and not all(run_on_all_ranks(collectives, readable)):
         return [None] * len(found)
     return files

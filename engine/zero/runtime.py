@@ -6,7 +6,7 @@ Rule of ordering: `pending-exchanges` (docs/engine.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,10 @@ from rayzero.engine.offload.plan import Offload
 from rayzero.engine.precision.loss_scale import LossScaler
 from rayzero.engine.precision.policy import Precision
 from rayzero.engine.session import StepRequests
+from rayzero.engine.zero.grad_reduction import GradReduction
 from rayzero.engine.zero.parameters import ReplicatedWeights
 from rayzero.engine.zero.placement import Collective, Stage
-from rayzero.engine.zero.reducer import GradReduction, Reducer, no_backward
+from rayzero.engine.zero.reducer import Reducer, no_backward
 from rayzero.engine.zero.step_vote import StepVote, nonfinite_error, vote_on_step
 from rayzero.engine.zero.unit import Unit
 from rayzero.engine.zero.unshard import UnshardScheduler
@@ -39,8 +40,8 @@ class ZeroRuntime:
         units: the units in launch order.
         ungrouped_params: tensors that are in no unit, by name: frozen parameters if weights are
             replicated, and tensors that belong to quantized parameters.
-        unshard_scheduler: None if model weights are replicated.
-        unused_params: None if an unused parameter has a gradient of zero.
+        unshard_scheduler: without blocks if model weights are replicated.
+        unused_params: without parameters if an unused one has a gradient of zero.
     """
 
     stage: Stage
@@ -51,8 +52,8 @@ class ZeroRuntime:
     ungrouped_params: dict[str, Tensor]
     grad_reduction: GradReduction
     reducer: Reducer
-    unshard_scheduler: UnshardScheduler | None
-    unused_params: UnusedParams | None
+    unshard_scheduler: UnshardScheduler
+    unused_params: UnusedParams
     hooks: list[RemovableHandle]
 
     def check_params(self, model: nn.Module) -> None:
@@ -73,11 +74,6 @@ class ZeroRuntime:
                 fix="attach modules and replace parameters before `initialize`",
             )
 
-    def checking_reads(self, model: nn.Module) -> AbstractContextManager[object]:
-        """See `UnshardScheduler.checking_reads`."""
-        scheduler = self.unshard_scheduler
-        return nullcontext() if scheduler is None else scheduler.checking_reads(model)
-
     @contextmanager
     def backward_pass(self, *, first: bool, last: bool) -> Iterator[None]:
         """Encloses autograd's backward of a micro-step, which may be its step's first or last."""
@@ -92,8 +88,7 @@ class ZeroRuntime:
     def begin_backward(self, runs: Callable[[], object]) -> None:
         """See `BackwardPass.begin`."""
         self.reducer.backward.begin(runs)
-        if self.unshard_scheduler is not None:
-            self.unshard_scheduler.change_pass()
+        self.unshard_scheduler.change_pass()
 
     def end_backward(self) -> None:
         self.begin_backward(no_backward)
@@ -115,26 +110,23 @@ class ZeroRuntime:
         Raises EngineError if a gradient is not finite and the loss scale cannot be lowered."""
         self.reducer.wait()
         parts = (part for unit in self.units if (part := unit.shard_grads()) is not None)
-        used = self.unused_params.votes if self.unused_params is not None else ()
+        used = self.unused_params.votes
         vote = vote_on_step(parts, loss, factor, self.collectives, requests, used)
         scaler = self.precision.scaler
         if scaler.cannot_decrease and not vote.finite:
-            raise nonfinite_error(self.units, self.collectives, scaler.value, loss.device)
+            raise nonfinite_error(self.units, self.collectives, scaler.value)
         return vote
 
     def take_unused(self, vote: StepVote) -> UnusedRanges:
         """Returns the ranges of unused parameters, which this step's update must not change, and
         resets the record of use. Raises EngineError if unused parameters are an error."""
-        if self.unused_params is None:
-            return {}
         self.unused_params.reset()
         return self.unused_params.find_unused(vote.used) if vote.finite else {}
 
     def discard_gradients(self) -> None:
         """Forgets an unfinished step's gradients. Returns when their memory may be overwritten."""
         self.reducer.discard()
-        if self.unused_params is not None:
-            self.unused_params.reset()
+        self.unused_params.reset()
 
     def update_loss_scale(self, *, overflow: bool) -> None:
         with self._rescaling_residuals() as scaler:
@@ -166,14 +158,12 @@ class ZeroRuntime:
                     pending.append(unit.weights.gather_updates(self.collectives))
         for work in pending:
             work.wait()
-        if self.unshard_scheduler is not None:
-            self.unshard_scheduler.invalidate()
+        self.unshard_scheduler.invalidate()
 
     def wait_state(self) -> None:
         """Returns when the state may be written: no gather of weights and no copy from host memory
         is in flight. State on the device may be written by work that is enqueued from now on."""
-        if self.unshard_scheduler is not None:
-            self.unshard_scheduler.wait_prefetched()
+        self.unshard_scheduler.wait_prefetched()
         if self.offload.separate_memory:
             self.offload.transfer.wait_h2d()
 

@@ -98,11 +98,9 @@ def _l2_norm(parts: list[Tensor]) -> Tensor:
     return get_total_norm([*wide, *torch._foreach_norm(narrow, 2.0, torch.float32)])
 
 
-def nonfinite_error(
-    units: Sequence[Unit], collectives: Collectives, scale: float, device: torch.device
-) -> EngineError:
+def nonfinite_error(units: Sequence[Unit], collectives: Collectives, scale: float) -> EngineError:
     """Returns the error, equal on all ranks, for overflow at the lowest loss scale. Collective."""
-    culprit = _first_nonfinite_param(units, collectives, device)
+    culprit = _first_nonfinite_param(units, collectives)
     if culprit is None:
         where = "the norm of the gradients is not finite, though every element is"
     else:
@@ -118,7 +116,7 @@ def nonfinite_error(
 
 
 def _first_nonfinite_param(
-    units: Sequence[Unit], collectives: Collectives, device: torch.device
+    units: Sequence[Unit], collectives: Collectives
 ) -> tuple[str, str] | None:
     """Returns the unit and name of the first parameter in backward order whose gradient is not
     finite.
@@ -137,5 +135,5 @@ def _first_nonfinite_param(
         named += [(unit.name, spec.name) for spec in reversed(unit.layout.params)]
     if not counts:
         return None
-    totals = collectives.sum_scalars(torch.zeros(0, dtype=torch.float64, device=device), counts)
+    totals = collectives.sum_numbers(counts)
     return next((name for name, total in zip(named, totals, strict=True) if total), None)

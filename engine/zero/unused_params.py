@@ -1,6 +1,6 @@
 """Parameters that no rank used in a step, such as experts to which nothing was routed.
 
-By default their gradient is zero, and this module is not used. A config may request an error
+By default their gradient is zero, and no parameter is tracked. A config may request an error
 (DeepSpeed's `ignore_unused_parameters: false`) or no update (PyTorch's optimizers skip a gradient
 of None). Each parameter's use is one number in the step's vote, so no rank decides alone and no
 further collective is needed.
@@ -25,7 +25,7 @@ class UnusedParams:
     """Records which parameters got a gradient in the current step.
 
     Args:
-        units: the trainable units, equal on all ranks.
+        units: the trainable units, equal on all ranks; none if their use is not tracked.
         is_error: a parameter that no rank used is an error.
     """
 

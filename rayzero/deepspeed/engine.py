@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from rayzero.deepspeed.engine_names import CONSTANTS, METHODS, PROPERTIES
 from rayzero.deepspeed.lookup import REFUSED, refused_attribute
 from rayzero.deepspeed.optimizer import view_optimizer
-from rayzero.engine.builder import compile_model
+from rayzero.engine.builder import compile_model, use_batches
 from rayzero.engine.checkpoint.export_model import write_model_file
 from rayzero.engine.checkpoint_io import is_late, load_model_state, without_frozen
 from rayzero.engine.comm.collectives import run_on_all_ranks
@@ -122,7 +121,7 @@ class DeepSpeedEngine(nn.Module):
         self._set_batch_sizes(micro_batch_size, self.settings.batches.micro_steps)
 
     def _set_batch_sizes(self, micro_batch: int, micro_steps: int) -> None:
-        step, progress = self._engine.internals, self._engine.progress
+        step = self._engine.internals
         mid_step = step.tracker.has_gradients
         if mid_step or self._engine.training_dataloader is not None:
             seen = "in the middle of a step" if mid_step else "with a loader"
@@ -132,11 +131,7 @@ class DeepSpeedEngine(nn.Module):
                 fix="set train_batch_size in the config",
             )
         global_batch = micro_batch * micro_steps * self.world_size
-        batches = BatchSizes(global_batch, micro_batch, micro_steps)
-        step.settings = replace(self.settings, batches=batches)
-        progress.global_batch = global_batch
-        progress.micro_batch = micro_batch
-        progress.micro_batch_weight = micro_batch / global_batch
+        use_batches(step, BatchSizes(global_batch, micro_batch, micro_steps))
 
     # Accumulation boundary
 
@@ -183,11 +178,11 @@ class DeepSpeedEngine(nn.Module):
     def lr_scheduler(self) -> Scheduler | None:
         """The learning rate schedule, which the engine's `step()` steps. A script may replace it,
         or set None and step a schedule of its own, as Lightning does."""
-        return self._engine.internals.scheduler
+        return self._engine.state.scheduler
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Scheduler | None) -> None:
-        self._engine.internals.scheduler = self._engine.state.scheduler = scheduler
+        self._engine.state.scheduler = scheduler
 
     def set_lr(self, lr: float) -> None:
         """Sets every parameter group's learning rate, which a schedule overwrites."""
@@ -302,7 +297,6 @@ class DeepSpeedEngine(nn.Module):
         state = without_frozen(self.module, gathered, exclude_frozen_parameters)
         run_on_all_ranks(
             self._engine.internals.runtime.collectives,
-            self.device,
             lambda: None if self.rank else write_model_file(state, path),
         )
         return True

@@ -21,7 +21,6 @@ from rayzero.engine.comm.process_group import one_rank_group
 from rayzero.engine.device import device_count
 from rayzero.engine.errors import ConfigError
 from rayzero.engine.precision.policy import CONFIG_DTYPES
-from rayzero.engine.session import current_session
 from rayzero.engine.step_tracker import Boundary
 from rayzero.engine.torch_private import is_compiled
 from rayzero.engine.zero.placement import STAGES, Placement, Stage
@@ -166,7 +165,7 @@ def _make_loader(
                 allowed=f"None, or the micro-batch of {micro_batch}",
                 fix="set train_micro_batch_size_per_gpu in the config, or use your own DataLoader",
             )
-        return make_loader(engine.internals, dataset, collate_fn, current_session())
+        return make_loader(engine.internals, dataset, collate_fn)
     if data_sampler is None:
         data_sampler = DistributedSampler(
             dataset, num_replicas=engine.world_size, rank=engine.rank, shuffle=False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterator
 from importlib import import_module
 from typing import Any
 
@@ -43,11 +43,19 @@ class Place:
     """
 
     def __init__(
-        self, accelerator: Any, loader: Any, missed_steps: int, *, batches: int, ranks: int
+        self,
+        session: JobSession,
+        accelerator: Any,
+        loader: Any,
+        missed_steps: int,
+        *,
+        batches: int,
+        ranks: int,
     ) -> None:
         self.missed_steps = missed_steps
         self.loaded_step: int | None = None
         self.schedules = KeptSchedules()
+        self._session = session
         self._accelerator = accelerator
         self._loader = loader
         self._batches = batches
@@ -78,83 +86,83 @@ class Place:
     def _steps(self, batches: int) -> int:
         return math.ceil(batches / self._step_batches)
 
-    def iterate(
-        self,
-        session: JobSession,
-        engine: Engine,
-        loader: Any,
-        begin: Callable[[Any], Iterator[Any]],
-        skipped: int,
-    ) -> Iterator[Any]:
+    def iterate(self, engine: Engine, loader: Any, begin: Original, skipped: int) -> Iterator[Any]:
         """Runs one iteration of the place's loader, or of a loader of the rest of an epoch, after
         `skipped` batches."""
+        epochs = self._session.loop.epochs
+        epochs.begin_epoch()
+        if _is_iterable(loader):
+            is_left_out = yield from self._read_through(engine, begin(loader))
+        else:
+            is_left_out = yield from self._read_epoch(engine, loader, begin, skipped)
+        if is_left_out:
+            ahead = self.missed_steps
+            engine.progress.leave_epoch_out(ahead, peers_are_ahead=epochs.peers_are_ahead)
+        epochs.end_epoch()
+
+    def _read_epoch(
+        self, engine: Engine, loader: Any, begin: Original, skipped: int
+    ) -> Generator[Any, None, bool]:
+        """Yields the batches that the job has not trained on. Returns whether there is none."""
         steps = self._steps(len(self._loader) - skipped)
         done = min(self.missed_steps, steps)
         self.missed_steps -= done
-        epochs = session.loop.epochs
-        epochs.begin_epoch()
         if done == steps:
             leave_out(loader)  # a sampler's generator advances from epoch to epoch
-            ahead = self.missed_steps
-            engine.progress.leave_epoch_out(ahead, peers_are_ahead=epochs.peers_are_ahead)
-            epochs.end_epoch()
-            return
+            return True
         engine.progress.script_lag = None
-        order = _agree_on_order(loader) if session.loop.yields_again else None
-        loop = FollowedLoop(session, engine, self.schedules)
+        order = _agree_on_order(loader) if self._session.loop.yields_again else None
+        loop = FollowedLoop(self._session, engine, self.schedules)
         first_step, skipped_steps = loop.step - done, skipped // self._step_batches
         batches = begin(loader)
         if done:
             done_batches = skipped + done * self._step_batches
             engine.progress.reach_place()
             batches = self._rest(loader, engine, done_batches, agreed=False)
-        while True:
-            for number, batch in enumerate(batches, 1):
-                self._mark_batch(ends_step=number % self._step_batches == 0)
-                yield batch
-                self._check_stepped()
-                if loop.follow():
-                    break
-            else:
-                epochs.end_epoch()
-                return
+        while (yield from self._read_generation(loop, batches)):
             done = loop.step - first_step
             if done < 0:
                 raise CollectiveError(f"the job went back by {-done} steps, before this epoch")
-            batches.close()  # type: ignore[attr-defined]
             loader.end()
             self._recut()
             if order is not None:
                 loader.synchronized_generator.set_state(order)
             done_batches = (skipped_steps + done) * self._step_batches
             batches = self._rest(loader, engine, done_batches, agreed=True)
+        return False
 
-    def read_through(
-        self,
-        session: JobSession,
-        engine: Engine,
-        loader: Any,
-        begin: Callable[[Any], Iterator[Any]],
-    ) -> Iterator[Any]:
-        """Runs one iteration over an iterable. Reads the batches that the job has trained on
-        without yielding them."""
+    def _read_generation(
+        self, loop: FollowedLoop, batches: Iterator[Any]
+    ) -> Generator[Any, None, bool]:
+        """Yields batches, until they are to be read again for other ranks; returns whether they
+        are."""
+        for number, batch in enumerate(batches, 1):
+            self._mark_batch(ends_step=number % self._step_batches == 0)
+            yield batch
+            self._check_stepped()
+            if loop.follow():
+                batches.close()  # type: ignore[attr-defined]
+                return True
+        return False
+
+    def _read_through(self, engine: Engine, batches: Iterator[Any]) -> Generator[Any, None, bool]:
+        """Reads an iterable's batches, and yields those that the job has not trained on. Returns
+        whether there is none."""
         read, missed = 0, self.missed_steps * self._step_batches
-        session.loop.epochs.begin_epoch()
-        for batch in begin(loader):
+        for batch in batches:
             if read > missed:
                 self._check_stepped()
-            session.on_phase("data")
+            self._session.on_phase("data")
             read += 1
             if read > missed:
                 self.missed_steps = 0
                 engine.progress.script_lag = None
                 engine.progress.reach_place()
                 yield batch
-        if missed and read <= missed:
+        is_left_out = missed > 0 and read <= missed
+        if is_left_out:
             self.missed_steps -= min(self.missed_steps, self._steps(read))
-            ahead, peers_are_ahead = self.missed_steps, session.loop.epochs.peers_are_ahead
-            engine.progress.leave_epoch_out(ahead, peers_are_ahead=peers_are_ahead)
-        session.loop.epochs.end_epoch()
+        return is_left_out
 
     def _mark_batch(self, *, ends_step: bool) -> None:
         """Does what `accumulate` does, for a script that needed no accumulation on its first ranks:
@@ -189,9 +197,7 @@ def _iterate(session: JobSession, begin: Original, loader: Any) -> Any:
     place, skipped = getattr(loader, "rayzero_place", (None, 0))
     if place is None or session.engine is None:
         return begin(loader)
-    if _is_iterable(loader):
-        return place.read_through(session, session.engine, loader, begin)
-    return place.iterate(session, session.engine, loader, begin, skipped)
+    return place.iterate(session.engine, loader, begin, skipped)
 
 
 def _is_iterable(loader: Any) -> bool:

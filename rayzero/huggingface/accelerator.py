@@ -163,7 +163,7 @@ def _prepare(
         loader = result[number]
         check_sampler(args[number])
         check_training_data(session, loader, _first["ranks"])
-        place = Place(accelerator, loader, engine.global_steps, **_first)
+        place = Place(session, accelerator, loader, engine.global_steps, **_first)
         place.schedules.schedules = [schedule.scheduler for schedule in schedules]
         place.follow(loader)
         if session.engine is not None and can_read_again(loader):

@@ -125,16 +125,12 @@ class TrainerSteps:
         if not step.turn:
             step.rng = capture_rng(engine.device)
         step.turn += 1
-        is_last = step.turn == step.turns
-        if len(step.batches) == step.turns:
-            loss = self._run(inputs, items)
-        elif is_last:
-            loss = self._run_all(step.batches, items)
-        else:
-            loss = self._trainer._tr_loss.new_zeros(())
-        if not is_last:
+        is_batch_per_turn = len(step.batches) == step.turns
+        if step.turn < step.turns:
+            loss = self._run(inputs, items) if is_batch_per_turn else self._no_loss()
             step.given = step.given + loss
             return loss
+        loss = self._run(inputs, items) if is_batch_per_turn else self._run_all(step, items)
         while self._loop.has_changed:
             self._await_ranks()
             loss = self._run_again(number)
@@ -194,7 +190,7 @@ class TrainerSteps:
         step.ranks = present_ranks()
         restore_rng(step.rng, self._engine.device)
         load_schedule(self._trainer, step.schedule)
-        return self._run_all(step.batches, items)
+        return self._run_all(step, items)
 
     def _read(self, source: Iterator[Any], count: int) -> tuple[list[Any], Any]:
         """Reads batches. Returns these, and the number of their items, which weights the loss."""
@@ -211,15 +207,18 @@ class TrainerSteps:
         loss: Tensor = run(trainer, trainer.model_wrapped, inputs, items)
         return loss
 
-    def _run_all(self, batches: list[Any], items: Any) -> Tensor:
+    def _run_all(self, step: _Step, items: Any) -> Tensor:
         """Trains on all batches of a step. Returns the loss."""
-        trainer = self._trainer
-        loss: Tensor = trainer._tr_loss.new_zeros(())
-        trainer.current_gradient_accumulation_steps = count = len(batches)
-        for turn, inputs in enumerate(batches, 1):
+        trainer, loss = self._trainer, self._no_loss()
+        trainer.current_gradient_accumulation_steps = count = len(step.batches)
+        for turn, inputs in enumerate(step.batches, 1):
             trainer.accelerator.sync_gradients = turn == count
             loss = loss + self._run(_copy_batch(inputs), items)
         return loss
+
+    def _no_loss(self) -> Tensor:
+        zero: Tensor = self._trainer._tr_loss.new_zeros(())
+        return zero
 
     def _source_of(self, step: int) -> Iterator[Any]:
         """Returns an iterator over an epoch's batches from `step` on, cut for the present ranks."""

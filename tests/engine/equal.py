@@ -129,8 +129,7 @@ def train_rows(
             for part in batch.chunk(world)[rank].chunk(micro_steps_of(options)):
                 script(engine, part)
         state = {name: value.clone() for name, value in engine.state_dict().items()}
-        scheduler = engine._runtime.unshard_scheduler
-        large = {it.name for it in scheduler.blocks if it.large} if scheduler is not None else set()
+        large = {it.name for it in engine._runtime.unshard_scheduler.blocks if it.large}
         results.append((state, large))
         engine.close()
     return results

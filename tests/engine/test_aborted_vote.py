@@ -107,7 +107,7 @@ class StoppedSession(StateSession):
 
 @pytest.fixture(autouse=True)
 def equal_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builder, "connect_collectives", lambda: (Collectives(EqualPeer()), CPU))
+    monkeypatch.setattr(builder, "connect_collectives", lambda: Collectives(EqualPeer()))
 
 
 def build_engine(stage: int) -> rayzero.Engine:
@@ -175,6 +175,6 @@ def test_host_read_counts_as_waiting_for_other_ranks() -> None:
         waiting.clear()
         collectives = Collectives(EqualMessages())
         collectives.wait_observer = session.on_collective_wait
-        assert run_on_all_ranks(collectives, CPU, lambda: {"a": 1}) == [{"a": 1}] * 2
+        assert run_on_all_ranks(collectives, lambda: {"a": 1}) == [{"a": 1}] * 2
     assert waiting == [True] * 3  # the lengths, and two ranks' messages
     assert not session.waiting

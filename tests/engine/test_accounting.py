@@ -116,6 +116,11 @@ def test_engine_metrics():
     matrices = sum(param.numel() for param in engine.module.parameters() if param.ndim == 2)
     assert 0.999 <= flops / (6 * matrices * 2 * 16 * 2) < 1.5
     assert metrics.mfu == pytest.approx(metrics.flops_per_s / 1e9)
+    engine.set_train_batch_size(6)
+    for _ in range(3):
+        engine.backward(engine(tokens, tokens))
+        engine.step()
+    assert engine.metrics.flops_per_s * engine.metrics.step_s == pytest.approx(1.5 * flops)
 
 
 def estimate_flops_per_token(rank: int, world: int, model: GPT, document: dict, expected: int):

@@ -172,27 +172,27 @@ class BlockCache:
     def _next(self) -> Key | None:
         """Chooses the block to read next, and reserves its memory; None if there is none, or no
         room for it. Needs the lock."""
-        if (key := self._find_next()) is not None:
-            self._reading[key] = self._estimate(key)
+        key = self._wanted[0] if self._wanted else self._next_planned()
+        if key is None:
+            return None
+        # Other reads free memory when they end: until then no block in use is dropped.
+        must_read = bool(self._wanted) and not self._reading
+        if not self._make_room(self._estimate(key), in_use_too=must_read) and not must_read:
+            return None
+        if self._wanted:
+            self._wanted.pop(0)
+        self._reading[key] = self._estimate(key)
         return key
 
-    def _find_next(self) -> Key | None:
-        if self._wanted:
-            # Other reads free memory when they end: until then no block in use is dropped.
-            is_alone = not self._reading
-            has_room = self._make_room(self._estimate(self._wanted[0]), in_use_too=is_alone)
-            return self._wanted.pop(0) if has_room or is_alone else None
-        for key in self._sequence():
-            if key in self._blocks or key in self._reading or key in self._errors:
-                continue
-            # The sizes of a source's blocks are estimated by the first that was read. While that is
-            # being read, no block after it in the sequence is: it might take the room of others.
-            is_first_being_read = any(key[0] == source for source, _ in self._reading)
-            if key[0] not in self._row_bytes and is_first_being_read:
-                return None
-            has_room = self._make_room(self._estimate(key), in_use_too=False)
-            return key if has_room else None
-        return None
+    def _next_planned(self) -> Key | None:
+        """Returns the first planned block that was not read, and can be read now."""
+        known = {*self._blocks, *self._reading, *self._errors}
+        key = next((key for key in self._sequence() if key not in known), None)
+        if key is None or key[0] in self._row_bytes:
+            return key
+        # The sizes of a source's blocks are estimated by the first that was read. While that is
+        # being read, no block after it in the sequence is: it might take the room of others.
+        return None if any(key[0] == source for source, _ in self._reading) else key
 
     def _sequence(self) -> Iterator[Key]:
         """Yields the planned blocks in the sequence in which they are read."""

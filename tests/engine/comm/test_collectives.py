@@ -28,7 +28,7 @@ from rayzero.engine.comm.process_group import (
 from rayzero.engine.comm.shared_memory import ShmSegments
 from rayzero.engine.device import CudaDevice
 from rayzero.engine.errors import CollectiveError, ConfigError
-from tests.engine.comm.gloo_ranks import CPU, connect_gloo, group, with_and_without_sharing
+from tests.engine.comm.gloo_ranks import connect_gloo, group, with_and_without_sharing
 from tests.support.ranks import RankError, run_ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -46,7 +46,7 @@ def total(world: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def buffer(collectives: Collectives, value: Tensor) -> Tensor:
-    return collectives.zeros(value.numel(), value.dtype, CPU).copy_(value)
+    return collectives.zeros(value.numel(), value.dtype).copy_(value)
 
 
 def run_collectives(rank: int, world: int, share: bool) -> dict[str, dict[str, int]]:
@@ -242,7 +242,8 @@ class TestConnect:
             monkeypatch.delenv(name, raising=False)
         for name, value in given.items():
             monkeypatch.setenv(name, value)
-        collectives, device = connect_collectives()
+        collectives = connect_collectives()
+        device = collectives.device
         assert isinstance(collectives._backend, SingleRankBackend)
         assert device == torch.device("cuda" if torch.cuda.is_available() else "cpu", device.index)
         assert not dist.is_initialized()
@@ -282,16 +283,16 @@ class TestConnect:
         monkeypatch.setattr(CudaDevice, "make_current", lambda self: None)
         monkeypatch.setattr(connecting.dist, "get_backend_config", lambda group: "cuda:nccl")
         with group("gloo"):
-            assert connect_collectives()[1] == torch.device("cuda", 3)
+            assert connect_collectives().device == torch.device("cuda", 3)
             dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
-            assert connect_collectives()[1] == torch.device("cuda", 0)
+            assert connect_collectives().device == torch.device("cuda", 0)
 
     @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", None])
     def test_group_of_one_rank_uses_single_rank(self, backend: str | None) -> None:
         with group(backend):
-            collectives, device = connect_collectives()
+            collectives = connect_collectives()
             assert isinstance(collectives._backend, SingleRankBackend)
-            assert torch.cuda.is_available() or device.type == "cpu"
+            assert torch.cuda.is_available() or collectives.device.type == "cpu"
 
     def test_other_backends_are_rejected(self) -> None:
         with group("fake"), pytest.raises(ConfigError, match=r"(?s)'.*fake.*'.*nccl, gloo"):
@@ -305,8 +306,8 @@ def unnamed_backend(rank: int, world: int) -> bool:
     dist.destroy_process_group()
     new_store = dist.PrefixStore("new", store)
     dist.init_process_group(store=new_store, rank=rank, world_size=world)
-    collectives, _ = connect_collectives()
-    full = collectives.zeros(world * 4, torch.float32, CPU).fill_(1)
+    collectives = connect_collectives()
+    full = collectives.zeros(world * 4, torch.float32).fill_(1)
     collectives.all_reduce(full).wait()
     return isinstance(collectives._backend, GlooBackend) and full.tolist() == [world] * (4 * world)
 

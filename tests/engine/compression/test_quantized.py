@@ -17,8 +17,8 @@ from rayzero.engine.compression.quantized import (
     QuantizedReduce,
 )
 from rayzero.engine.layout.flat_layout import ParamSpec, make_layout
-from rayzero.engine.zero.reducer import ErrorFeedback, UnitGradSpec
-from tests.engine.comm.gloo_ranks import CPU, connect_gloo, with_and_without_sharing
+from rayzero.engine.zero.grad_reduction import ErrorFeedback, UnitGradSpec
+from tests.engine.comm.gloo_ranks import connect_gloo, with_and_without_sharing
 from tests.support.ranks import run_ranks
 
 CODECS: dict[str, Codec] = {
@@ -66,7 +66,7 @@ def expected_sum(codec: Codec, world: int, seed: int) -> Tensor:
 def make_reduce(
     collectives: Collectives, name: str, feedback: ErrorFeedback | None = None
 ) -> QuantizedReduce:
-    return QuantizedReduce(CodecContext(CODECS[name], collectives, CPU), PADDING, feedback)
+    return QuantizedReduce(CodecContext(CODECS[name], collectives), PADDING, feedback)
 
 
 def reduce_both_ways(rank: int, world: int, name: str, share: bool) -> list[Tensor]:
@@ -104,7 +104,7 @@ def wait_in_any_order(rank: int, world: int, name: str, share: bool) -> tuple[li
     collectives = connect_gloo(share)
     shuffled = random.Random(rank)
     results = []
-    context = CodecContext(CODECS[name], collectives, CPU)
+    context = CodecContext(CODECS[name], collectives)
     reduce = QuantizedReduce(context, PADDING, None)
     for _ in range(3):
         pending = []

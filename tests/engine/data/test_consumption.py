@@ -306,7 +306,7 @@ def _train_as_member(generations: Generations, stage: int, log: MemoryLog) -> di
     with use_session(StateSession(generations.blocks() or None)):
         engine, *_ = rayzero.initialize(model=make_model(torch.float64), config=config)
     source = LogSource(log, engine.progress, engine.state.register)
-    loader = make_loader(engine.internals, source, None, None)
+    loader = make_loader(engine.internals, source, None)
     begin, published = engine.global_steps, -1
     if generations.number >= LOST_AT:
         log.lose(seed=1)

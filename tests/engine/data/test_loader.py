@@ -22,6 +22,7 @@ from rayzero.engine.data.sample_source import DatasetSource
 from rayzero.engine.data.sampling import SampleOrder, StepSplit, TrainingProgress, assign_step
 from rayzero.engine.device import get_device
 from rayzero.engine.errors import DataError, EngineError
+from rayzero.engine.session import NO_HOST, HostSession
 
 
 def prefetch_threads() -> list[threading.Thread]:
@@ -45,7 +46,7 @@ def make_loader(
     world: tuple[int, int] = (1, 0),
     progress: TrainingProgress | None = None,
     shares: tuple[float, ...] = (),
-    session: Any = None,
+    session: HostSession = NO_HOST,
 ) -> StepLoader:
     """A loader whose samples are their indices."""
     step_plan = assign_step(global_batch, *world, micro_batch, shares)

@@ -60,7 +60,7 @@ def sharded_alone() -> Iterator[None]:
     cuda = DEVICE.type == "cuda"
     backend: Backend = NcclBackend(dist.group.WORLD) if cuda else SingleRankBackend()
     device = torch.device("cuda", 0) if cuda else DEVICE
-    builder.connect_collectives = lambda: (Collectives(backend), device)
+    builder.connect_collectives = lambda: Collectives(backend, device)
     Stage.for_world_size = lambda self, world_size, *, is_fixed=True: self  # type: ignore[method-assign]
     try:
         yield

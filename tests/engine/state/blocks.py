@@ -25,7 +25,7 @@ class Block:
     def of(cls, engine: Engine) -> Block:
         block = engine.state.pack()
         data = bytearray(block.index.nbytes)
-        block.copy_to(memoryview(data), constants=True)
+        block.copy_to(memoryview(data))
         return cls(block.index, data, engine.state.metadata())
 
 

@@ -56,7 +56,7 @@ def test_weights_are_at_the_beginning(ranges: list[StateRange]):
 def test_a_block_has_the_bytes_of_its_ranges(ranges: list[StateRange]):
     block = pack_block(ranges)
     memory = bytearray(block.index.nbytes)
-    block.copy_to(memoryview(memory), constants=True)
+    block.copy_to(memoryview(memory))
     by_name = {part.ranges[0].name: part.memory for part in ranges}
     for held in block.index.ranges:
         values = by_name[held.name]

@@ -72,7 +72,7 @@ def stored(
     change()
     block = pack_block(registry.ranges(rank))
     data = bytearray(block.index.nbytes)
-    block.copy_to(memoryview(data), constants=True)
+    block.copy_to(memoryview(data))
     return Block(block.index, data, json.dumps({"rank": rank, "step": 1}).encode())
 
 

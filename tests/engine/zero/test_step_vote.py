@@ -53,7 +53,7 @@ def test_clipping_equals_torch(max_norm: float) -> None:
 
 
 def vote_twice(rank: int, world: int) -> tuple[list[StepVote], dict[str, int]]:
-    collectives, _ = connect_collectives()
+    collectives = connect_collectives()
     good = vote_on_step([torch.full((4,), rank + 1.0)], torch.tensor(0.5), 1.0, collectives)
     # Only one rank's gradient overflows.
     bad = vote_on_step(

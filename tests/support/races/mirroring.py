@@ -21,6 +21,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from rayzero.engine.session import HostSession, StepRequests, use_session
+from rayzero.engine.state.composite import CompositeState
 from rayzero.workers import state_copy
 from rayzero.workers.messages import Assignment, MirrorPolicy, StepReport
 from rayzero.workers.mirror import Mirror
@@ -213,10 +214,12 @@ class MirroringSession(HostSession):
         vault: Any = self.vault
         self._mirror = Mirror(policy, _ASSIGNMENT, None, vault, self._post, self._interrupt)
         self._engine: Any = None
+        self._state = CompositeState()
         self._updated = 0  # kernels of the compute stream, until the end of the last update
 
     def on_engine_ready(self, engine: Any) -> None:
         self._engine = engine
+        self._state.add("", engine.state)
         confirm = engine.state.confirm
 
         def confirm_when_seen() -> None:
@@ -235,7 +238,7 @@ class MirroringSession(HostSession):
     def on_step_end(self, metrics: dict[str, float], agreed: StepRequests) -> None:
         step = int(metrics["step"])
         self._updated = self._machine.compute.clock.get("compute", 0)
-        self._mirror.step_done(step, agreed, self._engine.state)
+        self._mirror.step_done(step, agreed, self._state)
         self._mirror.post(StepReport(1, 0, step))
 
     def prepare(self, step: int) -> None:

@@ -39,9 +39,8 @@ def virtual_cluster(ranks: Alone | Ranks) -> Iterator[None]:
             return SingleRankBackend(), DEVICE
         return NcclBackend(nccl.world), DEVICE  # type: ignore[arg-type]
 
-    def connect() -> tuple[Collectives, torch.device]:
-        backend, device = connect_backend()
-        return Collectives(backend), device
+    def connect() -> Collectives:
+        return Collectives(*connect_backend())
 
     with ExitStack() as stack:
         stack.enter_context(replace_device(VirtualDevice()))

@@ -26,7 +26,7 @@ def train(ctx: Any) -> None:
         PROMPTS, ctx.seed, GROUP, lambda: (ctx.generation, read_address(ctx.output_dir)), LIMIT_S
     )
     source = LogSource(log, engine.progress, engine.state.register)
-    for x, y in make_loader(engine.internals, source, None, None).until(ctx.steps):
+    for x, y in make_loader(engine.internals, source, None).until(ctx.steps):
         engine.backward(nn.functional.mse_loss(engine(x), y))
         engine.step()
     weights = engine.state_dict()

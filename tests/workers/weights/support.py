@@ -127,7 +127,7 @@ class Trainer:
             held.append(writer)
         writer = min(held, key=lambda it: it.step)
         writer.begin()
-        block.copy_to(writer.data, constants=True)
+        block.copy_to(writer.data)
         size, end = writer.constant_bytes, writer.weight_bytes
         writer.constants_checksum = checksum_of(writer.data[:size])
         checksums = SlotChecksums(

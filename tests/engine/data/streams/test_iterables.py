@@ -157,7 +157,7 @@ class Ranks:
             rank.registry.capture()
             packed = pack_block(rank.registry.ranges(number))
             data = bytearray(packed.index.nbytes)
-            packed.copy_to(memoryview(data), constants=True)
+            packed.copy_to(memoryview(data))
             blocks.append(
                 Block(packed.index, data, json.dumps({"rank": number, "step": 1}).encode())
             )
