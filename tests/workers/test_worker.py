@@ -142,6 +142,12 @@ def test_crash_follows_all_printed_lines(make_worker: MakeWorker):
     assert 'raise ValueError("boom")' in crash.traceback
 
 
+def test_fault_before_the_group_is_joined_fires(make_worker: MakeWorker):
+    faults = ('raise_error(rank=0, step=1, phase="join")',)
+    _, messages = run_until(make_worker, "returns", Crashed, faults=faults)
+    assert not [it for it in messages if isinstance(it, Joined | StepReport)]
+
+
 def test_invalid_entry_point_is_a_crash(make_worker: MakeWorker):
     _, messages = run_until(make_worker, "return", Crashed)
     (crash,) = [m for m in messages if isinstance(m, Crashed)]
