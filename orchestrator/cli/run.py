@@ -159,7 +159,7 @@ def run_with_console(load: Callable[[], JobSpec], address: str | None, as_json: 
             if named.is_named:
                 console.await_next(f"connecting to the Ray cluster at {named.shown}")
             if named.text in ("", "local"):
-                check_early(spec, os.getcwd())
+                check_early(spec, os.getcwd(), has_function=False)
                 console.await_next("starting Ray on this machine")
                 local = LocalCluster(forked_worker_env(spec))
                 stack.callback(local.stop)

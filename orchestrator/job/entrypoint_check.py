@@ -31,7 +31,7 @@ from rayzero.workers.entrypoint import (
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
-def check_early(spec: JobSpec, folder: str, *, has_function: bool = False) -> None:
+def check_early(spec: JobSpec, folder: str, *, has_function: bool) -> None:
     """Checks a job that is to run on this machine, because a mistake would otherwise fail in the
     job's process many seconds later. Raises ConfigError if the function does not exist or cannot be
     called, or there is no such checkpoint to resume from.

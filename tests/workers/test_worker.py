@@ -25,12 +25,16 @@ from rayzero.workers.messages import (
     LogLine,
     StepReport,
     Stopped,
+    WorkerInfo,
 )
+from rayzero.workers.worker_status import FunctionBegin
 from tests.workers.support import MakeWorker, begin, poll_until, run_until
+
+INFO = WorkerInfo(0, "node", "node", "127.0.0.1", 1)
 
 
 def test_generation_joins_and_finishes(make_worker: MakeWorker):
-    _, messages = run_until(make_worker, "returns", Finished)
+    worker, messages = run_until(make_worker, "returns", Finished)
     joined = messages.index(Joined(1, 0))
     first, report, second, finished = (
         message for message in messages if not isinstance(message, Heartbeat | Joined)
@@ -47,6 +51,9 @@ def test_generation_joins_and_finishes(make_worker: MakeWorker):
     assert isinstance(messages[-1], Heartbeat)
     assert os.environ["RANK"] == "0"
     assert os.environ["WORLD_SIZE"] == "1"
+    status = worker.status(INFO, "group")
+    assert (status.messages, status.step) == ((Joined(1, 0), finished), 1)
+    assert status.begin == FunctionBegin(0, 1, 1)
 
 
 def test_process_that_the_function_forks_ends_with_it(make_worker: MakeWorker):
@@ -133,6 +140,12 @@ def test_crash_follows_all_printed_lines(make_worker: MakeWorker):
     assert (crash.kind, crash.step) == ("user", 2)
     assert "workers/worker.py" not in crash.traceback
     assert 'raise ValueError("boom")' in crash.traceback
+
+
+def test_fault_before_the_group_is_joined_fires(make_worker: MakeWorker):
+    faults = ('raise_error(rank=0, step=1, phase="join")',)
+    _, messages = run_until(make_worker, "returns", Crashed, faults=faults)
+    assert not [it for it in messages if isinstance(it, Joined | StepReport)]
 
 
 def test_invalid_entry_point_is_a_crash(make_worker: MakeWorker):

@@ -29,7 +29,7 @@ from rayzero.engine.checkpoint.reader import CheckpointSource
 from rayzero.engine.checkpoint.store_local import LocalReadStream
 from rayzero.engine.checkpoint.writer import commit_checkpoint, write_rank_file
 from rayzero.engine.errors import EngineError
-from rayzero.engine.layout.reshard import MissingRangesError
+from rayzero.engine.layout.reshard import MissingRangesError, plan_copies
 from rayzero.engine.layout.state_index import DTYPE_BYTES, BlockIndex, LogicalTensor, TensorRange
 from tests.engine.checkpoint.saving import blocks, read_manifest, save, with_changes, write_files
 
@@ -190,6 +190,13 @@ def test_manifest_with_invalid_references_is_rejected(tmp_path, change):
     files = json.loads(raw)["checkpoint"]["files"]
     with pytest.raises(CheckpointDamagedError, match="not a manifest that rayzero wrote"):
         Manifest.from_bytes(with_changes(raw, files=[files[0] | change, files[1]]), "m")
+
+
+@pytest.mark.parametrize(("missing", "more"), [(5, ""), (7, " and 2 more")])
+def test_five_missing_ranges_are_listed(missing: int, more: str):
+    wanted = [TensorRange(f"w{number}", 0, 2, 0) for number in range(missing)]
+    with pytest.raises(MissingRangesError, match=rf", w4\[0:2\]{more}$"):
+        plan_copies(wanted, [])
 
 
 def test_manifest_requires_all_ranks_and_elements(tmp_path):

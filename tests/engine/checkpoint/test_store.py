@@ -13,6 +13,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,6 +31,7 @@ from rayzero.engine.checkpoint.manifest import make_manifest
 from rayzero.engine.checkpoint.reader import CheckpointSource
 from rayzero.engine.checkpoint.store import is_remote, join_url, open_store, split_url
 from rayzero.engine.checkpoint.store_local import LocalStore
+from rayzero.engine.checkpoint.store_remote import RemoteReadStream
 from rayzero.engine.checkpoint.verify import _verify_file, verify_checkpoint
 from rayzero.engine.checkpoint.writer import commit_checkpoint
 from rayzero.engine.checkpoint_io import check_tag, resolve_checkpoint
@@ -59,6 +61,13 @@ def test_local_store(tmp_path):
     store.remove("c/x")
     store.remove_folder("c")
     assert store.list_folder() == []
+
+
+def test_read_of_a_remote_file_fills_its_parts_in_turn():
+    stream = RemoteReadStream(pyarrow.BufferReader(b"two!"), "s3://bucket/x")
+    parts = [bytearray(1), bytearray(1), bytearray(9)]
+    assert stream.read(1, [memoryview(part) for part in parts]) == 3
+    assert parts == [b"w", b"o", b"!" + bytes(8)]
 
 
 def test_find_tells_files_folders_and_neither(tmp_path):

@@ -1,4 +1,4 @@
-"""What an update of offloaded state does beside the copies of other chunks.
+"""What an update of offloaded state does beside the copies of other chunks; staging buffers.
 
 The order of copies and of what reads them is tested by `tests/engine/races`: each wait, left out,
 is a race there.
@@ -14,10 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from rayzero.engine.comm.backend import Work
+from rayzero.engine.device import get_device
 from rayzero.engine.offload import nvme_store
 from rayzero.engine.offload.nvme_store import MappedFile, NvmeStore
 from rayzero.engine.offload.stores import UpdateChunk
-from rayzero.engine.offload.transfer import HostTransfer
+from rayzero.engine.offload.transfer import HostTransfer, StreamTransfer
 from rayzero.engine.precision.policy import Precision
 
 
@@ -32,6 +34,16 @@ class AtOnce:
         return future
 
     def shutdown(self, **_: Any) -> None: ...
+
+
+def test_gradients_that_are_added_share_two_staging_buffers() -> None:
+    transfer, total = StreamTransfer(get_device(torch.device("cpu"))), torch.zeros(4)
+    for number in range(5):
+        transfer.d2h(Work(), torch.full((4,), float(number)), total, add=True, early=True)
+    assert transfer.staging_bytes == 2 * total.nbytes
+    assert total.tolist() == [0.0 + 1.0 + 2.0] * 4, "what had to make room is added by now"
+    transfer.wait_d2h()
+    assert total.tolist() == [0.0 + 1.0 + 2.0 + 3.0 + 4.0] * 4
 
 
 def test_chunks_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

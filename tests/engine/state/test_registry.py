@@ -336,6 +336,10 @@ def test_a_load_of_parts_leaves_the_callers_values(tmp_path: Any):
     assert got == []
     engine.load_checkpoint(tmp_path)
     assert len(got) == 1
+    other = make_engine()
+    assert other.progress.place_asked_at is None
+    other.load_checkpoint(tmp_path)
+    assert other.progress.place_asked_at == 0, "a job's script finds its place by itself from now"
 
 
 def test_an_engine_that_goes_back_gets_the_older_values_once():

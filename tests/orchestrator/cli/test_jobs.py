@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from urllib.request import urlopen
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -15,6 +17,8 @@ from rayzero.orchestrator.cli.app import app
 from rayzero.orchestrator.cli.jobs import PLAIN_WIDTH
 from rayzero.orchestrator.job_events import Checkpointed, JobEvent, RunEnded, StateEntered
 from rayzero.orchestrator.machine import State
+from rayzero.orchestrator.metrics import jobs_page
+from rayzero.orchestrator.metrics.jobs_page import JobsPage
 from rayzero.orchestrator.progress import StepRecord
 from tests.orchestrator import support
 from tests.orchestrator.support import begun, plan
@@ -70,6 +74,24 @@ def test_lost_job_continues_from_its_newest_checkpoint(tmp_path: Path):
     )
     assert "  newest checkpoint: step 30" in lines
     assert not any("_s:" in line for line in lines)  # labels are words
+
+
+def test_page_of_a_folder_is_served_until_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_journal(tmp_path, steps=100)
+
+    def open_page(*options: Any) -> NoReturn:
+        with (
+            closing(JobsPage(*options)) as page,
+            urlopen(page.url + "jobs.json", timeout=60) as answer,
+        ):
+            served.append(answer.read())
+        raise KeyboardInterrupt
+
+    served = list[bytes]()
+    monkeypatch.setattr(jobs_page, "JobsPage", open_page)
+    result = command("page", "--path", tmp_path, "--port", 0)
+    assert result.exit_code == 130, result.output
+    assert b'"job"' in served[0]
 
 
 def test_ls_without_jobs(tmp_path: Path):

@@ -1,14 +1,16 @@
-"""The wait for the first workers' reservations, in virtual time and without Ray; how a worker is
-started in one."""
+"""The wait for workers' reservations, in virtual time and without Ray; how a worker is started in
+one, and what becomes of the reservation."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 from ray.exceptions import GetTimeoutError
@@ -21,6 +23,7 @@ from rayzero.orchestrator.cluster.vault_group import VaultGroup
 from rayzero.orchestrator.cluster.worker_group import WAITING_INTERVAL_S, WorkerGroup
 from rayzero.orchestrator.errors import JobFailedError
 from rayzero.orchestrator.policies.placement import Capacity, ResourceRequest
+from rayzero.workers.lifetimes import owned_name
 from tests.integration.tiny import make_spec
 from tests.orchestrator.support import VirtualClock, settle
 
@@ -134,3 +137,93 @@ async def test_threads_are_the_nodes_unless_given(
     assert (options["num_cpus"], options["num_gpus"]) == (1, 1)
     assert (options["name"], options["lifetime"]) == ("rayzero/tiny//0", "detached")
     assert options["runtime_env"]["env_vars"] == {**env, "OMP_NUM_THREADS": str(expected)}
+
+
+@dataclass(frozen=True)
+class Group:
+    """A placement group; bytes have a `hex`, as Ray's ids."""
+
+    id: bytes
+
+
+@pytest.fixture
+def groups(full_cluster: None, monkeypatch: pytest.MonkeyPatch) -> dict[Group, str]:
+    """Ray's placement groups, all granted, and their nodes. The node `leaves` is draining."""
+    groups: dict[Group, str] = {}
+    numbers = count()
+
+    def make(_: object, *, bundle_label_selector: object, **__: object) -> Group:
+        group = Group(b"%d" % next(numbers))
+        groups[group] = "stays" if "leaves" in str(bundle_label_selector) else "leaves"
+        return group
+
+    def find(name: str) -> None:
+        raise ValueError(name)
+
+    def table() -> dict[str, Any]:
+        return {
+            group.id.hex(): {"state": "CREATED", "bundles_to_node_id": {0: node}}
+            for group, node in groups.items()
+        }
+
+    monkeypatch.setattr(actor_pool, "placement_group", make)
+    monkeypatch.setattr(actor_pool, "get_placement_group", find)
+    monkeypatch.setattr(actor_pool, "remove_placement_group", groups.pop)
+    monkeypatch.setattr(actor_pool, "placement_group_table", table)
+    monkeypatch.setattr(HeadCalls, "post", lambda _, call, *args: call(*args))
+    alive = dict.fromkeys(("leaves", "stays"), Capacity(4, 0))
+    monkeypatch.setattr(ray_api, "node_capacities", lambda: alive)
+    monkeypatch.setattr(ray_api, "draining_node_ids", lambda: {"leaves"})
+    monkeypatch.setattr(actor_pool.ray, "kill", lambda actor: None)
+    monkeypatch.setattr(ray_api, "wait_gone", AsyncMock())
+    return groups
+
+
+async def test_reservation_moves_off_a_node_that_leaves_and_waits_longer_after_each_failed_start(
+    tmp_path: Path, groups: dict[Group, str]
+):
+    nodes, clock = list[str](), VirtualClock()
+    vaults: Any = SimpleNamespace(start=nodes.append, orphan_s=600, head=HeadCalls())
+    pool: Any = ActorPool(make_spec(tmp_path), clock, vaults, count(), object)
+    pool._actor, need = RecordedActor(), ResourceRequest(1, 1, 1.0, 0.0, 30.0)
+    await pool.reserve(1, need)
+    assert [*groups.values()] == ["leaves"]
+    assert await pool.start_in_ready(need) == []
+    assert [*groups.values()] == ["stays"]
+    delays_s = list[float]()
+    for _ in range(8):
+        (worker,) = await pool.start_in_ready(need)
+        delays_s.append(pool.start_failed(worker))
+        assert await pool.start_in_ready(need) == []
+        await clock.advance(delays_s[-1])
+    assert delays_s == [1, 2, 4, 8, 16, 32, 60, 60]
+    (worker,) = await pool.start_in_ready(need)
+    assert (worker.index, nodes) == (8, ["stays"] * 9)
+    worker.reservation.draining = True
+    pool.free(worker, 0.0)
+    assert (pool.workers, pool.unoccupied, groups) == ([], [], {})
+    await pool.reserve(1, need)
+    for started in (0, 1):
+        assert len(await pool.start_in_ready(need)) == started
+    await pool.remove_all()
+    assert (pool.workers, pool.unoccupied, groups) == ([], [], {})
+
+
+@pytest.mark.usefixtures("full_cluster")
+async def test_jobs_hold_what_is_granted_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    entries = [
+        ("other", "CREATED", {"CPU": 2.0, "GPU": 1.0}),
+        ("other", "CREATED", {"CPU": 1.0}),
+        ("other", "PENDING", {"CPU": 4.0}),
+        ("waits", "PENDING", {"CPU": 4.0}),
+        ("tiny", "CREATED", {"CPU": 8.0}),  # the pool's own
+    ]
+    table = {
+        str(number): {"name": owned_name(job, "1", "0"), "state": state, "bundles": {0: bundle}}
+        for number, (job, state, bundle) in enumerate(entries)
+    }
+    table["of no job"] = {"name": "theirs", "state": "CREATED", "bundles": {0: {"CPU": 1.0}}}
+    monkeypatch.setattr(actor_pool, "placement_group_table", lambda: table)
+    vaults = VaultGroup(make_spec(tmp_path))
+    pool = ActorPool(make_spec(tmp_path), cast(Any, None), vaults, count(), object)
+    assert await pool.held_by_other_jobs() == {"other": Capacity(3, 1)}

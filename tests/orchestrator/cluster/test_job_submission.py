@@ -42,6 +42,10 @@ class Client:
         for start in range(0, len(self.output), self.cut):
             yield self.output[start : start + self.cut]
 
+    def stop_job(self, job: str) -> None:
+        self.taken.append(f"stop {job}")
+        raise RuntimeError("Request failed with status code 404")
+
     def get_job_info(self, job: str) -> SimpleNamespace:
         return SimpleNamespace(driver_exit_code=3)
 
@@ -152,6 +156,11 @@ def test_secret_argument_is_rejected(cluster: RemoteJobClient, word: str):
 def test_arguments_without_secrets_are_accepted(cluster: RemoteJobClient):
     words = ["run", "job.yaml", "--set", "args.pad_token=<pad>", "--set", "args.tokens=5"]
     assert cluster.submit(words, None) == "id"
+
+
+def test_command_is_stopped_if_it_can_be(cluster: RemoteJobClient):
+    cluster.stop("id")
+    assert Client.newest.taken == ["stop id"]
 
 
 @pytest.mark.parametrize("cut", [1, 7, 1000])

@@ -17,7 +17,7 @@ from rayzero.engine.errors import DataError, RayzeroError
 from rayzero.orchestrator.cluster import node_links
 from rayzero.orchestrator.cluster.node_links import WorkerMail
 from rayzero.orchestrator.errors import JobFailedError, VaultLostError
-from rayzero.workers.agent import node_agent
+from rayzero.workers.agent import message_sender, node_agent
 from rayzero.workers.agent.batches import make_batch
 from rayzero.workers.agent.link import (
     Frame,
@@ -302,6 +302,27 @@ async def test_worker_waits_for_a_controller_with_bounded_memory():
         assert worker.posted.qsize() > 900, "the rest waits in the outbox"
         async with linked(address, mail=mail):
             assert await worker.reports(1000) == [*range(1, 1001)]
+
+
+async def test_worker_without_room_learns_from_the_next_connection_what_has_arrived(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Its agent has no other news for it: the controller acknowledged nothing before the cut."""
+    monkeypatch.setattr(message_sender, "_MAX_FRAMES", 1)
+    monkeypatch.setattr(node_links, "TICK_S", LIMIT_S)
+    commands, mail = Commands(), WorkerMail()
+    worker = Worker(0, mail, commands.socket)
+    for step in (1, 2):
+        worker.posted.put(StepReport(1, 0, step))
+    with agent(commands) as (_, address):
+        proxy = Proxy(address.port)
+        port = await proxy.listen()
+        async with linked(replace(address, port=port), mail=mail):
+            assert await worker.reports(1) == [1]
+            assert worker.posted.qsize() == 1
+            proxy.cut()
+            assert await worker.reports(2) == [1, 2]
+        await proxy.close()
 
 
 async def test_end_of_a_worker_follows_its_messages():

@@ -24,11 +24,14 @@ from rayzero.workers.agent.batches import NodeBatch
 from rayzero.workers.agent.link import Attach, WorkerFrame
 from rayzero.workers.messages import (
     Heartbeat,
+    Joined,
     LogLine,
+    Restored,
     StepReport,
     WorkerInfo,
     WorkerMessage,
 )
+from rayzero.workers.step_rows import NodeMessages
 from rayzero.workers.vault.records import ConnectionLost
 from tests.orchestrator.support import VirtualClock, settle
 
@@ -117,6 +120,17 @@ async def test_messages_of_worker_are_delivered_in_order():
     assert delivered == ["49 Heartbeats", "49 StepRows", "49 Heartbeats"]
     assert 49 in harness.inbox.history.reported
     assert 48 not in harness.inbox.history.reported
+
+
+async def test_messages_of_a_node_are_their_workers_and_come_after_earlier_ones():
+    harness = InboxHarness(SlowClock())
+    harness.inbox.start(range(50))
+    harness.reports.put_nowait(WorkerReports([(worker, [HEARTBEAT]) for worker in range(50)]))
+    record = NodeMessages((48, 49), (Joined(1, 0), Restored(1, 1, 5)))
+    harness.reports.put_nowait(WorkerReports([(48, [record])]))
+    await settle()
+    delivered = [text for text in harness.delivered if text.startswith(("48", "49"))]
+    assert delivered == ["48 Heartbeats", "49 Heartbeats", "48 Joined", "49 Restored"]
 
 
 async def test_silent_worker_is_reported_lost_once():

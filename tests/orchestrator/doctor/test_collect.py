@@ -96,7 +96,8 @@ def test_probes_have_as_many_times_longer_as_this_process_waited_for_a_cpu(
 
     monkeypatch.setattr(collect, "slowdown", lambda: slowdown(str(file)))
     monkeypatch.setattr(collect, "run_probe", record)
-    collect.collect_facts("runs", "127.0.0.1:1", {})
+    assert collect.collect_facts("runs", "", {}).cluster is None
+    assert collect.collect_facts("runs", "127.0.0.1:1", {}).cluster == ProbeResult()
     assert limits_s[PROBES, "cluster"] == limits_s[PROBES, "storage"] == 45 * factor
     assert limits_s["rayzero.engine.torch_probe", "1"] == 90 * factor
 

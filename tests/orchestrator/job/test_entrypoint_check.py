@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rayzero.orchestrator.job.entrypoint_check import _signature, check_entrypoint
+from rayzero.orchestrator.job.entrypoint_check import _signature, check_early, check_entrypoint
 from rayzero.workers.entrypoint import EntryPointError
+from tests.orchestrator.support import plan
 
 SOURCE = """
 raise RuntimeError("imported")
@@ -94,6 +95,13 @@ def test_syntax_error_is_found(folder: str, only_here: bool):
 def test_misspelt_function_is_found(folder: str):
     with pytest.raises(EntryPointError, match=r"'trian' is not in .*gpt.py.*did you mean 'train'"):
         check_entrypoint("jobs.gpt:trian", folder, only_here=False)
+
+
+def test_name_in_the_job_is_checked_before_anything_starts(folder: str):
+    spec = plan(Path(folder), entrypoint="jobs.gpt:trian").spec
+    with pytest.raises(EntryPointError, match="did you mean 'train'"):
+        check_early(spec, folder, has_function=False)
+    check_early(spec, folder, has_function=True)
 
 
 def test_missing_module_is_found_on_the_machine_of_the_workers(folder: str):

@@ -189,6 +189,27 @@ def test_removed_job_folder_that_another_job_has_acquired_is_lost(tmp_path: Path
     other.release()
 
 
+@pytest.mark.parametrize("holds", [True, False])
+def test_removed_job_folder_that_another_job_acquires_first_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holds: bool
+):
+    """Between this process's look at the claims and its new claim."""
+    lease, write = acquire(folder := tmp_path / "job"), ClaimStore.write
+    shutil.rmtree(folder)
+    other = Claim("0" * 16, "other", this_process(), 60.0, holds=holds, epoch=int(holds))
+
+    def write_second(self: ClaimStore, claim: Claim) -> None:
+        write(self, other)
+        write(self, claim)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ClaimStore, "write", write_second)
+        with pytest.raises(LeaseLostError, match="of job 'other' has taken over"):
+            lease.check()
+    assert claims(folder) == [other]
+    lease.release()
+
+
 def test_job_folder_that_is_gone_with_its_disk_is_not_made_again(tmp_path: Path):
     lease = acquire(tmp_path / "disk" / "job")
     (tmp_path / "disk").rename(tmp_path / "unmounted")  # a new folder has another inode then

@@ -179,6 +179,7 @@ class Restarted:
         self.run = self.plan.worker_spec.run
         self.warnings: list[str] = []
         self.is_stopped = False
+        self.has_held = False
         self.folder = folder / "job"
         self._leases: list[AwaitedLease] = []
         for owner, name in ((takeover, "load_past_runs"), (ClaimStore, "list_others")):
@@ -201,6 +202,7 @@ class Restarted:
             for held in self._leases:
                 with suppress(StoreError):
                     await asyncio.to_thread(held.wait)
+                    self.has_held = True
                 held.release()
 
     def _begin_lease(self, trains: bool) -> AwaitedLease:
@@ -237,6 +239,7 @@ async def test_job_that_trains_outlasts_a_store_that_does_not_answer(
     assert taken.living is not None
     assert taken.past.lost is not None
     assert taken.epoch >= 1
+    assert job.has_held
     assert not any(worker.ended for worker in workers)
     assert all("workers train on: s3://runs: no answer" in text for text in job.warnings)
     assert 1 <= len(job.warnings) <= 2, "once for the journal, once for the claims"
