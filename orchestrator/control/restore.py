@@ -57,7 +57,8 @@ class RestoreSelector:
         held = await self._vaults.inventory()
         stored = await self._checkpoints.select_newest(excluded.checkpoints)
         states = self._members.generation.in_process_states()
-        source = select_recovery_step(held, states, stored, excluded)
+        finished = self._progress.steps
+        source = select_recovery_step(held, states, stored, excluded, finished)
         if isinstance(source, FromWorkers):
             with suppress(JobFailedError):  # a vault may be lost with the generation's buffer
                 await self._vaults.ensure_open(self._nodes(source))
@@ -67,7 +68,7 @@ class RestoreSelector:
                 for worker, state in states.items()
                 if self._members.registry.info(worker).node_id in vaults
             }
-            source = select_recovery_step(held, in_process, stored, excluded)
+            source = select_recovery_step(held, in_process, stored, excluded, finished)
         if isinstance(source, FromWorkers):
             source = await self._salvage(source) or newest_stored(held, stored, excluded)
         if source is None and excluded.checkpoints:
@@ -91,7 +92,7 @@ class RestoreSelector:
         if newest is not None and newest.step >= step:
             return newest
         states = self._members.generation.in_process_states()
-        source = select_recovery_step((), states, None, Excluded())
+        source = select_recovery_step((), states, None, Excluded(), self._progress.steps)
         if not isinstance(source, FromWorkers) or source.step < step:
             return None
         return await self._salvage(source)

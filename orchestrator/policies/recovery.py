@@ -29,10 +29,16 @@ class CheckpointRef:
 @dataclass(frozen=True)
 class FromWorkers:
     """The complete state of `step` in these workers' memories: in their engines, or in copies of
-    lost vaults. It is to be copied into the workers' vaults."""
+    lost vaults. It is to be copied into the workers' vaults.
+
+    Attributes:
+        is_of_all: whether it has each rank's own values: random states, and what the function has
+            registered. Otherwise they are those of one rank.
+    """
 
     step: int
     workers: tuple[int, ...]
+    is_of_all: bool = True
 
 
 @dataclass
@@ -67,13 +73,18 @@ def select_recovery_step(
     in_process: Mapping[int, InProcessStateInfo],
     stored: CheckpointRef | None,
     excluded: Excluded,
+    finished: int,
 ) -> Restore | FromWorkers | None:
     """Returns the newest step; of sources of the same step, the fastest: vaults, workers,
     checkpoint. Returns None if there is no state: a fresh start.
 
+    A step that is not finished is given up if only one rank's own values are left of it, but all
+    ranks' values of the last finished step.
+
     Args:
         in_process: the states in the memory of the workers that have left a generation. Those that
             are cut for the same generation belong together.
+        finished: the last step that all ranks have finished.
     """
     sources: list[Restore | FromWorkers] = []
     cuts: defaultdict[tuple[int, int], dict[int, InProcessStateInfo]] = defaultdict(dict)
@@ -81,7 +92,7 @@ def select_recovery_step(
         cuts[state.generation, state.world_size][worker] = state
     for (generation, world_size), states in cuts.items():
         found = [
-            FromWorkers(state.step, (worker,))
+            FromWorkers(state.step, (worker,), is_of_all=world_size == 1)
             for worker, state in states.items()
             if state.step is not None and state.whole
         ]
@@ -93,8 +104,12 @@ def select_recovery_step(
         sources += [source for source in found if (generation, source.step) not in useless]
     if (restore := newest_stored(held, stored, excluded)) is not None:
         sources.insert(0 if restore.slots else len(sources), restore)
-    # `max` returns the first of equals.
-    return max(sources, key=lambda source: source.step, default=None)
+
+    def worth(source: Restore | FromWorkers) -> tuple[int, bool, int]:
+        is_of_all = bool(source.slots) if isinstance(source, Restore) else source.is_of_all
+        return min(source.step, finished), is_of_all, source.step
+
+    return max(sources, key=worth, default=None)  # the first of equals
 
 
 def newest_stored(

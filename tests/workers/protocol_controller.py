@@ -174,13 +174,14 @@ def _select_steps(setting: Setting, model: ModelState) -> Iterator[Step]:
     )
     world_size = sum(it.is_member for it in workers)
     generation = model.controller.generation, world_size
-    source = _newest(slots, left, generation, setting.whole)
+    finished = len(model.controller.finished)
+    source = _newest(slots, left, generation, setting.whole, finished)
     if isinstance(source, FromWorkers):
         if all(workers[index].is_alive for index in source.workers):
             salvaged = _salvage(model, source.workers)
             yield Step("the newest step in the workers' memories is selected", salvaged)
             return
-        source = _newest(slots, (), generation, setting.whole)
+        source = _newest(slots, (), generation, setting.whole, finished)
     if not isinstance(source, FromWorkers):
         yield Step("the newest step in the vault is selected", _restore(model, source))
 
@@ -191,6 +192,7 @@ def _newest(
     left: tuple[tuple[int, int], ...],
     cut_for: tuple[int, int],
     whole: bool,
+    finished: int,
 ) -> Base | FromWorkers | None:
     """The newest state in slots; or the workers whose memories have a newer one."""
     held, ranks = [], dict[int, int]()
@@ -203,7 +205,7 @@ def _newest(
                 if it.generation == generation
             ]
     in_process = {index: InProcessStateInfo(step, whole, *cut_for) for index, step in left}
-    source = select_recovery_step(held, in_process, None, Excluded())
+    source = select_recovery_step(held, in_process, None, Excluded(), finished)
     if source is None or isinstance(source, FromWorkers):
         return source
     generation = source.slots[0].generation

@@ -48,7 +48,7 @@ def test_what_is_left_out_changes_no_end():
 
 SHARDED = Setting(newcomers=0)
 BESIDE = Setting(beside=True, newcomers=0)
-WHOLE = Setting(whole=True, newcomers=0)
+WHOLE = Setting(whole=True, beside=True, newcomers=0)
 
 
 @pytest.mark.parametrize(

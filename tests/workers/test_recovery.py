@@ -254,7 +254,7 @@ def test_growth_and_shrink_lose_no_step(start_workers):
     ends = {index: local.wait_end(index, 2) for index in (0, 1, 2)}
     assert "state" in {end.kind for end in ends.values()}
     left = {index: end.memory for index, end in ends.items() if end.memory}
-    source = select_recovery_step((), left, None, Excluded())
+    source = select_recovery_step((), left, None, Excluded(), 0)
     assert source == FromWorkers(restore.step, (0, 1))
     for index in source.workers:
         local.workers[index].call("salvage", local.vault.address(), source.step)
@@ -367,7 +367,7 @@ def test_lost_vault_and_interrupted_step_lose_no_finished_step(start_workers, st
     left = {index: end.memory for index, end in ends.items()}
     torn = recovery_jobs.TORN_STEP
     assert (left[0].step, left[1].step) == (None if stage < 3 else torn, torn - 1), "it publishes"
-    source = select_recovery_step((), left, None, Excluded())
+    source = select_recovery_step((), left, None, Excluded(), 0)
     assert source == FromWorkers(torn - 1, (0, 1))
     for index in source.workers:
         local.workers[index].call("salvage", local.vault.address(), source.step)

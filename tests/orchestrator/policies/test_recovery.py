@@ -24,8 +24,9 @@ def select(
     in_process: Mapping[int, InProcessStateInfo] | None = None,
     stored: CheckpointRef | None = None,
     excluded: Excluded | None = None,
+    finished: int = 9,
 ) -> Restore | FromWorkers | None:
-    return select_recovery_step(slots, in_process or {}, stored, excluded or Excluded())
+    return select_recovery_step(slots, in_process or {}, stored, excluded or Excluded(), finished)
 
 
 def left(
@@ -63,7 +64,7 @@ def test_newest_complete_step_of_the_newest_generation_is_selected():
 
 def test_newer_state_in_memory_is_salvaged():
     whole = {5: left(9, whole=True)}
-    assert select(version(1, 8), whole) == FromWorkers(9, (5,))
+    assert select(version(1, 8), whole) == FromWorkers(9, (5,), is_of_all=False)
     assert select(version(1, 9), whole) == Restore(9, refs(1, 9, "a", "a"))
     shard = left(9)
     assert select(in_process={4: shard, 5: shard}) == FromWorkers(9, (4, 5))
@@ -85,7 +86,23 @@ def test_step_that_only_some_ranks_have_ended_is_given_up():
         6, checkpoint="/runs/step-6"
     )
     whole = left(9, 8, 9, whole=True)
-    assert select(in_process={4: interrupted, 5: whole}) == FromWorkers(9, (5,))
+    of_one = FromWorkers(9, (5,), is_of_all=False)
+    assert select(in_process={4: interrupted, 5: whole}) == of_one
+
+
+def test_step_of_which_one_ranks_own_values_are_left_is_given_up_if_it_is_not_finished():
+    """As at stage 0, where each rank has the whole state but for the others' own values."""
+    whole = {5: left(9, whole=True)}
+    of_one = FromWorkers(9, (5,), is_of_all=False)
+    vaults = Restore(8, refs(1, 8, "a", "a"))
+    assert select(version(1, 8), whole, finished=8) == vaults
+    assert select(version(1, 8), whole, finished=9) == of_one
+    assert select(version(1, 7), whole, finished=8) == of_one, "no finished step is done again"
+    assert select((), whole, CheckpointRef(8, "/runs/step-8"), finished=8) == of_one
+    both = {4: left(None, 8), 5: left(9, 8, 9, whole=True)}
+    assert select(in_process=both, finished=8) == FromWorkers(8, (4, 5))
+    alone = {5: left(9, whole=True, world=1)}
+    assert select(version(1, 8, world=1), alone, finished=8) == FromWorkers(9, (5,))
 
 
 def test_states_in_memory_are_put_together_by_the_generation_that_they_are_cut_for():
@@ -98,7 +115,7 @@ def test_states_in_memory_are_put_together_by_the_generation_that_they_are_cut_f
     all_have = dict.fromkeys((4, 5, 6), left(9, **three))
     assert select(in_process=all_have) == FromWorkers(9, (4, 5, 6))
     whole = {4: left(9, whole=True), 5: left(9, whole=True, **three)}
-    assert select(in_process=whole) == FromWorkers(9, (4,))
+    assert select(in_process=whole) == FromWorkers(9, (4,), is_of_all=False)
 
 
 def test_state_in_memory_is_copied_once():
