@@ -153,7 +153,8 @@ def _counter(*, enabled: bool) -> AbstractContextManager[FlopCount | None]:
 class StepWork:
     """Sums a step's work on this rank, from which the work of all ranks is estimated.
 
-    Flops are determined once, in the second micro-step of a run: later micro-steps have as many.
+    Flops are determined once, in the second micro-step of a run: later micro-steps have as many,
+    until `count_again`.
     This is done only if the device's peak is known (in flops per second), since the counter imports
     torch's compiler, which takes seconds. In a dispatch mode such as the counter, torch.compile
     leaves a function eager for the rest of the process. Flops are therefore counted only if
@@ -175,6 +176,10 @@ class StepWork:
         self._pending_tokens = 0  # tokens of a forward that may get a backward
         self._tokens = 0
         self._weight = 0.0
+
+    def count_again(self) -> None:
+        """Determines the flops again, in the next micro-step: it may have another size."""
+        self._unknown, self._forward_flops = self._peak_flops is not None, None
 
     @contextmanager
     def track_forward(self, module: nn.Module, inputs: Any) -> Iterator[None]:

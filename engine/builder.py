@@ -229,8 +229,11 @@ def split_step(settings: Settings, collectives: Collectives) -> StepSplit:
 def use_batches(step: TrainingStep, batches: BatchSizes) -> None:
     """Changes an engine's batch sizes, between two steps."""
     step.settings = replace(step.settings, batches=batches)
-    step.meter.step_work.micro_steps = batches.micro_steps
     progress, world_size = step.state.progress, step.runtime.collectives.world_size
+    work = step.meter.step_work
+    work.micro_steps = batches.micro_steps
+    if batches.micro_batch != progress.micro_batch:
+        work.count_again()
     progress.global_batch, progress.micro_batch = batches.global_batch, batches.micro_batch
     progress.micro_batch_weight = 1.0 / (batches.micro_steps * world_size)
 

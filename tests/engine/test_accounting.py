@@ -121,6 +121,11 @@ def test_engine_metrics():
         engine.backward(engine(tokens, tokens))
         engine.step()
     assert engine.metrics.flops_per_s * engine.metrics.step_s == pytest.approx(1.5 * flops)
+    engine.set_train_micro_batch_size(1)
+    for _ in range(3):
+        engine.backward(engine(tokens[:1], tokens[:1]))
+        engine.step()
+    assert engine.metrics.flops_per_s * engine.metrics.step_s == pytest.approx(0.75 * flops)
 
 
 def estimate_flops_per_token(rank: int, world: int, model: GPT, document: dict, expected: int):

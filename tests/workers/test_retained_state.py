@@ -54,7 +54,7 @@ class State:
         self.device = SimpleNamespace(synchronize=lambda limit_s: None)
 
     def pack(self, *, whole: bool) -> Any:
-        return SimpleNamespace(index="block", copy_to=lambda data, constants: None)
+        return SimpleNamespace(index="block", copy_to=lambda data: None)
 
     def metadata(self) -> bytes:
         return b""

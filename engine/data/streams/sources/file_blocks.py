@@ -7,8 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+import numpy as np
 import pyarrow as pa
 import xxhash
+from numpy.typing import NDArray
 
 from rayzero.engine.data.streams.sources.files import (
     FileSource,
@@ -76,6 +78,11 @@ class FileBlocks(FileSource):
     def _find(self, block: int) -> tuple[SourceFile, FileBlock]:
         row = {name: self._index[name][block].as_py() for name in self._index.column_names}
         return self.files[row.pop("file")], FileBlock(**row)
+
+    @property
+    def file_numbers(self) -> NDArray[np.int32]:
+        """The number of each block's file. int32, shape (blocks,)."""
+        return self._index["file"].to_numpy()  # type: ignore[no-any-return]
 
     @property
     def fingerprint(self) -> str:
