@@ -203,7 +203,7 @@ def _assert_job_is_stopped(cluster: TokenCluster) -> None:
     # The cluster keeps the status too, for callers that do not know the output folder.
     status = cluster.run_inside("status", "adopted").stdout
     assert status.startswith(f"adopted: stopped at step {after['step']} of 1000000\n"), status
-    listed = cluster.run_inside("ls")
+    listed = cluster.run_inside("ls", "--path", cluster.head.output)  # which has no job's folder
     rows = [line.split() for line in listed.stdout.splitlines()]
     assert [row[:2] for row in rows] == [["name", "state"], ["adopted", "stopped"]], listed
     assert f"{after['step']}/1000000" in rows[1]
