@@ -181,7 +181,8 @@ class HangDetector:
 
     def _check_early_return(self, generation: GenerationState) -> None:
         finished = self._progress(sorted(generation.finished))
-        hang = find_early_return(finished, self._progress(sorted(generation.active)))
+        active = self._progress(sorted(generation.active))
+        hang = find_early_return(finished, active, self._limits)
         if hang is not None and hang.rank is not None:
             self._failures.on_early_return(generation.workers[hang.rank].index, hang.reason)
 

@@ -163,10 +163,13 @@ def find_overstaying(
 
 
 def find_early_return(
-    finished: Sequence[RankProgress], active: Iterable[RankProgress]
+    finished: Sequence[RankProgress], active: Iterable[RankProgress], limits: HangLimits
 ) -> Hang | None:
     """Returns the rank that returned from the training function although another rank waits for it,
     in a collective after the last one that it entered. Returns None if there is no such rank.
+
+    The function's own collectives have no numbers, and a rank may return before the last one has
+    ended on all ranks. A rank that waits at the same place therefore has `limits.usual`.
 
     Args:
         finished: ranks whose function has returned.
@@ -175,14 +178,18 @@ def find_early_return(
     waiting = [rank for rank in active if rank.heartbeat.waiting and not rank.overdue_s]
     for early in sorted(finished, key=lambda rank: rank.position):
         for rank in waiting:
-            if rank.position > early.position and rank.silent_s > EARLY_RETURN_GRACE_S:
+            is_same = rank.position == early.position
+            limit_s = limits.usual[0] if is_same else EARLY_RETURN_GRACE_S
+            if rank.position >= early.position and rank.silent_s > limit_s:
                 last, next_one = early.heartbeat, rank.heartbeat
+                place = f"in collective {next_one.collective} of step {next_one.step}"
+                if is_same:
+                    place = f"since {rank.silent_s:.0f} s in step {next_one.step}"
                 return Hang(
                     early.rank,
                     f"it returned from the training function in step {last.step}, after collective "
-                    f"{last.collective}, but rank {rank.rank} waits for it in collective "
-                    f"{next_one.collective} of step {next_one.step}: all ranks must run the same "
-                    "steps",
+                    f"{last.collective}, but rank {rank.rank} waits for it {place}: all ranks must "
+                    "run the same steps",
                 )
     return None
 

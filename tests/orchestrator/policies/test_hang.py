@@ -169,13 +169,22 @@ def test_rank_that_waited_for_the_hung_one_has_time_for_the_abort():
 
 def test_rank_that_returned_before_a_collective_is_named():
     early = rank(0, "data", collective=11, waiting=False)
-    hang = find_early_return([early], [rank(1, silent_s=4)])
+    hang = find_early_return([early], [rank(1, silent_s=4)], LIMITS)
     assert hang.rank == 0
     assert "rank 1 waits for it in collective 12 of step 7" in hang.reason
-    slow = of(early, collective=12)
-    assert find_early_return([slow], [rank(1, silent_s=4)]) is None
-    assert find_early_return([early], [rank(1, silent_s=2)]) is None
-    assert find_early_return([early], [rank(1, waiting=False, silent_s=40)]) is None
+    assert find_early_return([early], [rank(1, silent_s=2)], LIMITS) is None
+    assert find_early_return([early], [rank(1, waiting=False, silent_s=40)], LIMITS) is None
+
+
+def test_rank_that_returned_before_a_collective_of_the_function_itself_is_named():
+    """Which has no number. A rank may also return before its last collective has ended on all."""
+    early = rank(0, "mirror", waiting=False)
+    assert find_early_return([early], [rank(1, "outside", silent_s=29)], LIMITS) is None
+    hang = find_early_return([early], [rank(1, "outside", silent_s=31)], LIMITS)
+    assert hang.rank == 0
+    assert "rank 1 waits for it since 31 s in step 7" in hang.reason
+    behind = rank(1, "outside", collective=11, silent_s=40)
+    assert find_early_return([early], [behind], LIMITS) is None
 
 
 RANKS = st.builds(
