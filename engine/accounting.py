@@ -154,12 +154,11 @@ class StepWork:
     """Sums a step's work on this rank, from which the work of all ranks is estimated.
 
     Flops are determined once, in the second micro-step of a run: later micro-steps have as many,
-    until `count_again`.
-    This is done only if the device's peak is known (in flops per second), since the counter imports
-    torch's compiler, which takes seconds. In a dispatch mode such as the counter, torch.compile
-    leaves a function eager for the rest of the process. Flops are therefore counted only if
-    torch.compile was not used by the end of the first micro-step; otherwise they are estimated as
-    `flops_per_token` for each token.
+    until `count_again`. This is done only if the device's peak is known (in flops per second),
+    since the counter imports torch's compiler, which takes seconds. In a dispatch mode such as the
+    counter, torch.compile leaves a function eager for the rest of the process. Flops are therefore
+    counted only if torch.compile was not used by the end of the first micro-step; otherwise they
+    are estimated as `flops_per_token` for each token.
     """
 
     def __init__(self, micro_steps: int, peak: float | None, flops_per_token: int = 0) -> None:

@@ -6,8 +6,8 @@ collectives before the first step without its peers. Each returns what the same 
 the function ran for the first time; those results are part of the training state. The same holds
 for the collectives that a launched script calls between its epochs (`epoch_calls`). Collectives
 that the new member calls in addition complete on this rank alone. So do the collectives that a
-survivor calls after its group broke, except between the epochs of a script: there ranks decide by
-the results, such as a metric, so they call it all again.
+survivor calls after its group broke. Between the epochs of a script such a call raises instead:
+ranks decide by its result, such as a metric, so the script is run again.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class ProgressRecord:
     def __init__(self, rank: int, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
         self._state = Heartbeat(rank, step=0, phase="start", silent_s=0.0), clock()
-        self._newest: dict[object, int] = {}  # each engine's collective
+        self._newest: dict[object, int] = {}  # the number of each engine's newest collective
 
     @property
     def step(self) -> int:

@@ -212,7 +212,8 @@ class Collectives:
         traffic = counters.by_name[name]
         traffic.calls += 1
         traffic.bytes += moved_bytes
-        counters.sequence += not self.detached  # peers do not call it
+        if not self.detached:  # else the peers do not call it
+            counters.sequence += 1
         number = counters.sequence
         work = self.run_timed(name, number, partial(start, *arguments), Work)
         return CollectiveWork(work, self, name, number)

@@ -83,8 +83,8 @@ class CallHost:
         """Called when a collective that is to be recorded has completed with these outputs."""
 
     def requires_peers(self, outputs: Sequence[Tensor]) -> bool:
-        """Returns whether a call with these outputs raises where it has no peers, instead of
-        completing on this rank alone."""
+        """Returns whether a call with these outputs raises CollectiveError where it has no peers,
+        instead of completing on this rank alone."""
         return False
 
     def makes_group(self) -> None:
@@ -333,7 +333,7 @@ class ElasticGroup(dist.ProcessGroup):
             return FinishedCall()
         reason = self.host.local_reason()
         if self.host.requires_peers(outputs):
-            raise CollectiveError(f"{name} between two epochs, while {reason}")
+            raise CollectiveError(f"{name} needs all ranks, while {reason}")
         source = getattr(args[1], "rootRank", None) if len(args) > 1 else None
         if reason and source not in (None, self.rank()) and _is_called_for_objects():
             raise CollectiveError(

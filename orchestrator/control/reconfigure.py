@@ -295,7 +295,7 @@ class Rendezvous:
         notes = members.generation.notes(restore.step) if restore is not None else b""
         known = members.vault_addresses
         self._vaults.used_addresses = {
-            w.node_id: known.get(w.node_id, "") for w in selection.members
+            member.node_id: known.get(member.node_id, "") for member in selection.members
         }
         generation = members.generation = GenerationState(
             number, selection, assignments, restore, self._loop.changed.notify

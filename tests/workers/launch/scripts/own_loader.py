@@ -52,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kill", type=int, nargs=2, default=[-1, -1], help="rank and step")
-    parser.add_argument("--kill-after", type=int, default=-1, help="rank 1, while it evaluates")
+    parser.add_argument("--kill-after", type=int, default=-1, help="rank 1 evaluates this epoch")
     parser.add_argument(
         "--data", choices=["distributed", "part", "stream", "iterable"], default="distributed"
     )
