@@ -126,18 +126,20 @@ class JobSession(GenerationSession):
         if not self.engines.are_built:
             self.engines.drop_unread(self.assignment.rank)
             self._report_restored()
-        if lacks_version := self._mirror.lacks_version:
+        lacks_version = self._mirror.lacks_version
+        # Before the copy: it includes the collectives that the function has called.
+        begins_to_outlive = self._own_collectives.begin_step() and self._outlives(reads_loader)
+        is_first = self.assignment.restore is None and not self.loop.yields_again
+        if lacks_version or (begins_to_outlive and is_first):
             self._begin_mirror()
-        collectives = self._own_collectives
-        if not collectives.begin_step():
-            return
+
+    def _outlives(self, reads_loader: bool) -> bool:
         is_own_loop = self.epochs is not None and (self.loop.divides_steps or not reads_loader)
-        if self.loop.yields_again or not is_own_loop:
-            self.engines.enable(lambda reason: self._host.end_group(self._channel, reason))
-            collectives.outlive(self.registry)
-            is_first = self.assignment.restore is None and not self.loop.yields_again
-            if is_first and not lacks_version:
-                self._begin_mirror()
+        if is_own_loop and not self.loop.yields_again:
+            return False
+        self.engines.enable(lambda reason: self._host.end_group(self._channel, reason))
+        self._own_collectives.outlive(self.registry)
+        return True
 
     def _begin_mirror(self) -> None:
         with suppress(CollectiveError):  # the generation was ended: the step is lost

@@ -23,6 +23,7 @@ from rayzero.workers.messages import (
 from rayzero.workers.retained_state import RetainedState
 from rayzero.workers.session import JobSession
 from rayzero.workers.training_thread import GenerationChannel
+from rayzero.workers.vault.records import Restore
 from rayzero.workers.worker import WorkerProcess
 
 SETUP = WorkerSpec(
@@ -113,13 +114,15 @@ class NoHost(SessionHost):
     """Of a function that is in one generation only."""
 
 
-def session(**changes: Any) -> tuple[JobSession, GenerationChannel, list[WorkerMessage]]:
+def session(
+    restore: Restore | None = None, **changes: Any
+) -> tuple[JobSession, GenerationChannel, list[WorkerMessage]]:
     posted: list[WorkerMessage] = []
     channel = GenerationChannel(posted.append, 1, 0, give_up)
     injector = WorkerFaultInjector(FaultSchedule(FaultRecord("/nowhere"), posted.append), 0)
     job = JobSession(
         setup(**changes),
-        Membership(ASSIGN, channel, injector),
+        Membership(replace(ASSIGN, restore=restore), channel, injector),
         RetainedState(0, 10.0),
         NoHost(),
         FunctionCollectives(0, channel.interrupt.is_set),

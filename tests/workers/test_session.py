@@ -29,6 +29,7 @@ from rayzero.workers.messages import (
 )
 from rayzero.workers.session import JobSession
 from rayzero.workers.training_thread import GenerationChannel
+from rayzero.workers.vault.records import Restore
 from tests.engine.state.blocks import Block, StateSession
 from tests.workers import recovery_jobs
 from tests.workers.support import GivenUp, session, setup
@@ -127,6 +128,28 @@ def test_state_is_registered_before_and_after_the_engine_is_there():
         ctx.state("early", lambda: 1, early.append)
     with pytest.raises(EngineError, match="state 'late' is registered twice"):
         engine.state.register("late", lambda: 1, early.append)
+
+
+@pytest.mark.parametrize("restore", [None, Restore(3, checkpoint="/step-3")])
+def test_the_first_version_has_the_collectives_that_the_function_called(
+    monkeypatch: pytest.MonkeyPatch, restore: Restore | None
+):
+    """Roles read a version before the first step. New members start from it too."""
+    policy = MirrorPolicy(version_every_steps=1)
+    job_session, *_ = session(restore, mirror=policy)
+    engine, *_ = initialize(model=torch.nn.Linear(1, 1), config=recovery_jobs.engine_config(1))
+    job_session.on_engine_ready(engine)
+    known = list[bool]()
+    begin = job_session._mirror.begin
+
+    def begin_seen(state: Any) -> None:
+        known.append("rayzero.collectives" in engine.state.registry)
+        begin(state)
+
+    monkeypatch.setattr(job_session._mirror, "begin", begin_seen)
+    job_session.on_phase("data")
+    job_session.on_phase("data")
+    assert known == [True]
 
 
 @pytest.mark.parametrize("value", ["many", None, torch.zeros(2), [1]])
