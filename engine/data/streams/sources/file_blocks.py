@@ -151,10 +151,11 @@ def _guess_format(files: Sequence[SourceFile]) -> FormatName:
     found = [name for name in _SUFFIXES if _of_format(files, name)]
     if len(found) == 1:
         return found[0]
+    mixed = f"the files are of several formats: {', '.join(found)}"
     raise ConfigError(
-        f"the files are of {len(found)} formats: {', '.join(found) or files[0].url}",
+        mixed if found else f"{files[0].url} has a name of no known format",
         "; ".join(f"{name}: {', '.join(suffixes)}" for name, suffixes in _SUFFIXES.items()),
-        "format, or the path given to blocks",
+        "set format of blocks(), or give another path",
     )
 
 
