@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.scripts import tiny
 from tests.huggingface.runs import DDP_LOSSES, ROOT, recorded, run
 from tests.scripts.together import HERE, RUNS
 from tests.support.scripts import run_script
@@ -67,14 +68,17 @@ def test_online_dpo_equals_ddp(printed: dict[str, list[dict[str, Any]]]) -> None
 
 
 @pytest.mark.slow
-def test_trainer_and_accelerate_equal_plain_torch(
+def test_loop_trainer_and_accelerate_equal_plain_torch(
     printed: dict[str, list[dict[str, Any]]],
 ) -> None:
-    errors = printed["check_equal"][0]["errors"]
+    (checked,) = printed["check_equal"]
+    errors = checked["errors"]
     assert len(errors) == 8
     for name, (losses, weights) in errors.items():
         assert weights < 1e-9, name
         assert losses < 2e-6, name  # transformers computes the loss in fp32, Trainer prints it so
+    assert checked["processes"] == 2
+    assert checked["own"] == [pytest.approx(tiny.train_reference(), rel=1e-9)] * 4
 
 
 def guide_commands() -> list[str]:

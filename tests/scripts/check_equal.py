@@ -1,6 +1,7 @@
 """Trainer and Accelerate at every stage against plain torch, in float64, on all ranks' samples.
 
-Prints the largest differences of losses and final weights by case: `{"losses": [], "errors": ...}`.
+Prints the largest differences of losses and final weights by case: `{"losses": [], "errors": ...}`;
+and the losses of a loop of one's own, which comes first, so that rayzero joins torchrun's ranks.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tests.deepspeed.scripts.hf_trainer import (
     make_model,
     plain_steps,
 )
+from tests.engine.scripts import tiny
 
 
 def trainer_case(stage: int, folder: str) -> tuple[list[float], dict[str, torch.Tensor], bool]:
@@ -97,6 +99,7 @@ def accelerate_case(stage: int, folder: str) -> tuple[list[float], dict[str, tor
 
 
 def main(folder: str) -> None:
+    own = [tiny.train(stage) for stage in range(4)]
     plain_losses, plain_weights = plain_steps()
     errors: dict[str, list[float]] = {}
     for case in (trainer_case, accelerate_case):
@@ -111,7 +114,7 @@ def main(folder: str) -> None:
                 errors[name] = [max(abs(a - b) for a, b in pairs), max(differences)]
             torch.distributed.barrier()
             reset()
-    report([], errors=errors)
+    report([], errors=errors, own=own, processes=torch.distributed.get_world_size())
 
 
 if __name__ == "__main__":

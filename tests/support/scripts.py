@@ -1,7 +1,7 @@
 """Runs Python scripts in processes forked from the tests' fork server, which has imported torch.
 
 Only the interpreter's start and these imports are left out, which cost seconds per process.
-`tests/engine/test_launchers.py` and `tests/huggingface/test_scripts.py` start real ones.
+`tests/huggingface/test_scripts.py` starts real ones.
 """
 
 from __future__ import annotations

@@ -49,7 +49,6 @@ _START_ORDER = (
     "tests/workers/launch/test_own_loader.py",
     "tests/integration/test_autoscaler.py",
     "tests/benchmarks/test_plan.py",
-    "tests/engine/test_launchers.py",
     "tests/deepspeed/test_install.py",
     "tests/huggingface/test_lora.py",
 )

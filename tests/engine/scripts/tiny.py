@@ -1,15 +1,8 @@
-"""Train a tiny model for a few steps on the current process group, if any.
-
-As a module it is a script for torchrun: rank 0 prints the losses as JSON on its last line.
-"""
+"""Train a tiny model for a few steps on the current process group, if any."""
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import rayzero
@@ -61,16 +54,3 @@ def train_reference() -> list[float]:
         optimizer.step()
         losses.append(loss.item())
     return losses
-
-
-def main() -> None:
-    report: dict[str, Any] = {f"stage {stage}": train(stage) for stage in range(4)}
-    report["world_size"] = dist.get_world_size() if dist.is_initialized() else 0
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(json.dumps(report), flush=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
