@@ -156,6 +156,11 @@ class CallState(StrEnum):
 
 _AHEAD = (CallState.PREPARING, CallState.PREPARED)
 
+HAS_LEFT_ITS_LOOP = "it ended with its ranks, and did not wait in its loop"
+"""Why a function does not continue that is `CallState.RUNNING` after its generation."""
+IS_MISPLACED = "it continues only with the same rank and number of ranks"
+"""Why the function of a `misplaced` worker does not continue."""
+
 
 class FunctionCall(NamedTuple):
     """The call of the training function in a worker's process. There is one in each process.
