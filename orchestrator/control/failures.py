@@ -144,8 +144,12 @@ class FailureHandler:
             self._record(fault)
             self._announce(fault)
 
-    def retire(self, workers: Iterable[int]) -> None:
-        """Ends processes whose training functions do not continue; new ones take their places."""
+    def retire(self, workers: Iterable[int], why: str) -> None:
+        """Ends processes whose training functions do not continue; new ones take their places.
+
+        Args:
+            why: why the functions do not continue, for the user.
+        """
         ranks, ended = list[int](), list(workers)
         self._members.registry.mark_lost(*ended)
         for worker in ended:
@@ -156,7 +160,7 @@ class FailureHandler:
         if ranks:
             text = ", ".join(map(str, sorted(ranks)))
             self._events.warn(
-                f"the training function is called again, in new processes (ranks {text})"
+                f"the training function is called again, in new processes (ranks {text}): {why}"
             )
 
     def on_newcomer_failed(self, worker: int, detail: str, traceback: str = "") -> None:

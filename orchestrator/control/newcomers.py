@@ -11,7 +11,12 @@ from rayzero.orchestrator.control.chaos import ClusterFaultInjector
 from rayzero.orchestrator.control.failures import FailureHandler
 from rayzero.orchestrator.control.loop import JobLoop, JobMachine
 from rayzero.orchestrator.control.members import Members
-from rayzero.orchestrator.policies.placement import CallState, FunctionCall, misplaced
+from rayzero.orchestrator.policies.placement import (
+    IS_MISPLACED,
+    CallState,
+    FunctionCall,
+    misplaced,
+)
 from rayzero.workers.messages import GenerationSpec
 
 if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
@@ -54,7 +59,7 @@ class Newcomers:
         places = self._members.assign(selection)
         wrong = [w for w in misplaced(places, registry.calls) if registry.is_ahead(w)]
         if wrong:
-            self._failures.retire(wrong)
+            self._failures.retire(wrong, IS_MISPLACED)
             return False
         new = {worker: place for worker, place in places.items() if worker not in registry.calls}
         if new:

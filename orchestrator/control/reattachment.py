@@ -24,6 +24,7 @@ from rayzero.orchestrator.job_events import GenerationStarted, Reattached, Worke
 from rayzero.orchestrator.plan import JobPlan
 from rayzero.orchestrator.policies.attachment import Attachment
 from rayzero.orchestrator.policies.membership import Selected
+from rayzero.orchestrator.policies.placement import HAS_LEFT_ITS_LOOP
 
 if TYPE_CHECKING:  # it imports Ray, without which the controller is tested
     from rayzero.orchestrator.cluster.worker_group import WorkerGroup
@@ -110,4 +111,4 @@ class Reattachment:
         generation = self._members.generation
         if not (found.is_whole or generation.fenced):
             self._failures.renew("controller")
-        self._failures.retire(found.useless)
+        self._failures.retire(found.useless, HAS_LEFT_ITS_LOOP)

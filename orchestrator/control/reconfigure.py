@@ -32,7 +32,13 @@ from rayzero.orchestrator.control.vaults import VaultManager
 from rayzero.orchestrator.facts import EventBus
 from rayzero.orchestrator.job_events import GenerationStarted
 from rayzero.orchestrator.policies.membership import Selected, not_enough_error
-from rayzero.orchestrator.policies.placement import CallState, FunctionCall, misplaced
+from rayzero.orchestrator.policies.placement import (
+    HAS_LEFT_ITS_LOOP,
+    IS_MISPLACED,
+    CallState,
+    FunctionCall,
+    misplaced,
+)
 from rayzero.workers.calls import WorkerCalls
 from rayzero.workers.messages import GenerationSpec, RankAssignment
 from rayzero.workers.vault.records import Restore
@@ -169,8 +175,9 @@ class MemberSelection:
             JobFailedError: there are too few workers after `workers.start_timeout_s`.
         """
         registry = self._members.registry
+        why_spent = HAS_LEFT_ITS_LOOP if stays else "there is no finished step to continue from"
         while True:
-            self._failures.retire(registry.spent(stays=stays))
+            self._failures.retire(registry.spent(stays=stays), why_spent)
             selection = await self._await_members(self._wanted())
             calls, useless = registry.calls_of(selection.indices), set[int]()
             if any(call.is_bound for call in calls):
@@ -180,7 +187,7 @@ class MemberSelection:
             useless |= ahead.difference(selection.indices if stay else ())
             if not useless:
                 return selection
-            self._failures.retire(sorted(useless))
+            self._failures.retire(sorted(useless), IS_MISPLACED)
 
     def _wanted(self) -> int:
         """Returns the number of workers to wait for beyond the least number, or 0.

@@ -156,6 +156,11 @@ class CallState(StrEnum):
 
 _AHEAD = (CallState.PREPARING, CallState.PREPARED)
 
+HAS_LEFT_ITS_LOOP = "it was outside its training loop, in which alone it can wait for a new group"
+"""Why a function does not continue that is `CallState.RUNNING` after its generation."""
+IS_MISPLACED = "it continues only with the same rank and number of ranks"
+"""Why the function of a `misplaced` worker does not continue."""
+
 
 class FunctionCall(NamedTuple):
     """The call of the training function in a worker's process. There is one in each process.

@@ -239,14 +239,16 @@ NEW_FUNCTIONS = {
         aaa min=1 max=3; train 3; starts_took 5; leaving 0 1; switch auto=false; kill 2
         commanded kill 0 1 2; replaced 0:0 1:0 2:0; switch auto=true
         come; wait 4; training; come; wait 4; training; come; assigned 3 4 5; restored 3
-        says "is called again, in new processes (ranks 0, 1)"; finish steps_redone=0""",
+        says "is called again, in new processes (ranks 0, 1): it was outside its training loop"
+        finish steps_redone=0""",
     "are called where one starts in twice the time of the first": """
         aaa min=1 max=3; train 3; starts_took 5; leaving 0 1; switch auto=false; kill 2
         switch auto=true; come; wait 9; training; wait 1; assigned 3; restored 3""",
     "bound to their ranks wait for the lost one, and are called again without": """
         aaa min=1 max=3; switch bound=true; train 3; starts_took 5; kill 1; wait 4; training
         come; ranks 0:0 2:2 3:1; functions_stay True; train 1
-        kill 2; wait 10; assigned 4 5; functions_stay False""",
+        kill 2; wait 10; assigned 4 5
+        says "it continues only with the same rank and number"; functions_stay False""",
     "that fail are left out until the next fault": """
         aaa max=3; train 3; kill 1; train 1; replaced 1:0; come; wait 1; train 1
         members 0 2 3"""
