@@ -112,7 +112,8 @@ def status(
 @commands.command(epilog="Example: rayzero stop gpt")
 @cluster_command
 def stop(name: JobName, address: ClusterAddress = None, path: JobsPath = JOBS_FOLDER) -> None:
-    """Stop a job after a last checkpoint; a lost run is marked as stopped and not adopted again.
+    """Stop a job; with checkpoint.every_steps, after a last checkpoint. A lost run is marked as
+    stopped and not adopted again.
 
     Exit code 0: it has stopped. 1: it did not stop in time. 2: no such job.
     """

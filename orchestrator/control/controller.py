@@ -312,6 +312,6 @@ class Controller:
         newest = self._parts.checkpoints.newest_own
         raise JobStoppedError(
             f"job {name!r} was stopped after step {self._progress.steps}"
-            + (f"; its newest checkpoint is {newest.folder}" if newest else ""),
-            fix="" if newest else "checkpoint.every_steps; without it the job has saved nothing",
+            + (f"; its newest checkpoint is {newest.folder}" if newest else ", and saved nothing"),
+            fix="" if newest else "set checkpoint.every_steps: a stop then saves the state",
         )
