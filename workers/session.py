@@ -128,12 +128,13 @@ class JobSession(GenerationSession):
             self._report_restored()
         lacks_version = self._mirror.lacks_version
         # Before the copy: it includes the collectives that the function has called.
-        begins_to_outlive = self._own_collectives.begin_step() and self._outlives(reads_loader)
+        begins_to_outlive = self._own_collectives.begin_step() and self._let_outlive(reads_loader)
         is_first = self.assignment.restore is None and not self.loop.yields_again
         if lacks_version or (begins_to_outlive and is_first):
             self._begin_mirror()
 
-    def _outlives(self, reads_loader: bool) -> bool:
+    def _let_outlive(self, reads_loader: bool) -> bool:
+        """Lets the function outlive its generations, if it can. Returns whether it can."""
         is_own_loop = self.epochs is not None and (self.loop.divides_steps or not reads_loader)
         if is_own_loop and not self.loop.yields_again:
             return False
